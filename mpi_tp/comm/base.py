@@ -1,0 +1,61 @@
+"""What a layer may ask of the other ranks.
+
+Tensors are named as in torch (`all_reduce`, `all_gather`, `broadcast`); Python objects go through `bcast_object`
+and `all_gather_object`. Every method but `send`, `recv` and `abort` is collective: all ranks call it, in the same
+order, with tensors of the same dtype and device. Tensors must be contiguous.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+
+class Communicator(Protocol):
+    """A group of ranks, 0 to size - 1, that hold parts of one model."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum `tensor` [...] over all ranks, in place, and return it. bf16 and f16 are summed in float32."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
+        """Concatenate along `dim` what the ranks hold; rank r's tensor has `sizes[r]` (0 is allowed) there.
+
+        Returns a new contiguous tensor [..., sum(sizes), ...], the same bits on every rank.
+        """
+        ...
+
+    def reduce_scatter(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
+        """Sum `tensor` [..., sum(sizes), ...] over all ranks and return rank r's block of `sizes[r]` along `dim`."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """Overwrite `tensor` on every rank by the root's, and return it."""
+        ...
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        """Send `tensor` to rank `dst`, which must call `recv`."""
+        ...
+
+    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        """Overwrite `tensor` by what rank `src` sends, and return it."""
+        ...
+
+    def barrier(self) -> None:
+        """Return once every rank has called it and has finished its work before it."""
+        ...
+
+    def bcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the root's Python object on every rank."""
+        ...
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's Python object, in rank order, on every rank."""
+        ...
+
+    def abort(self, exit_code: int) -> NoReturn:
+        """End every rank of the job with `exit_code`, now."""
+        ...

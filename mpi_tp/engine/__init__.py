@@ -1,0 +1,1 @@
+"""Requests, scheduling, the key/value cache, the forward pass and sampling."""
