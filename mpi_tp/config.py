@@ -1,0 +1,113 @@
+"""The model's hyperparameters, under the names of Hugging Face's `config.json`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mpi_tp.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for long contexts: `linear`, or `llama3` (by wavelength)."""
+
+    rope_type: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position_embeddings: int = 0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer with grouped-query attention and a gated MLP.
+
+    `attention_bias` is that of q, k and v; `output_bias` that of o. `qk_norm` puts an RMSNorm on each head of q and k.
+    `sliding_window` w lets a token see itself and the w - 1 tokens before it; None is unlimited.
+    """
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tie_word_embeddings: bool
+    attention_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_window: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def max_ranks(self) -> int:
+        """The largest useful number of ranks: one query head each."""
+        return self.num_attention_heads
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """A stack of linear layers with one activation between them (none after the last).
+
+    `layer_names[i]` is the checkpoint's prefix of layer i, which maps `layer_sizes[i]` to `layer_sizes[i + 1]` features;
+    `layer_biases[i]` says whether it has a bias.
+    """
+
+    layer_names: tuple[str, ...]
+    layer_sizes: tuple[int, ...]
+    layer_biases: tuple[bool, ...]
+    activation: str
+    model_type: str = "mlp"
+
+    @property
+    def max_ranks(self) -> int:
+        """The largest useful number of ranks: one output feature of the narrowest layer each."""
+        return min(self.layer_sizes[1:])
+
+
+class Fields:
+    """A `config.json` read field by field; a missing field or one of the wrong type is a ConfigurationError."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """Return a positive whole number."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigurationError(f"config: {name} is {value!r}: it must be a whole number above 0")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a positive number."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigurationError(f"config: {name} is {value!r}: it must be a number above 0")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return true or false."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"config: {name} is {value!r}: it must be true or false")
+        return value
+
+    def optional(self, name: str) -> Any:
+        """Return the raw value, None if it is missing or null."""
+        return self._values.get(name)
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self._values.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise ConfigurationError(
+                f"config: {name} is missing: add it to config.json or pass --model-config FILE"
+            )
+        return value

@@ -1,0 +1,1 @@
+"""Which ranges of which tensor belong to which rank: pure arithmetic, standard library only."""
