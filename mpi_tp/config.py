@@ -107,7 +107,5 @@ class Fields:
         value = self._values.get(name)
         value = default if value is None else value
         if value is None:
-            raise ConfigurationError(
-                f"config: {name} is missing: add it to config.json or pass --model-config FILE"
-            )
+            raise ConfigurationError(f"config: {name} is missing: add it to config.json or pass --model-config FILE")
         return value

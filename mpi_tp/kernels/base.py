@@ -66,7 +66,11 @@ class Kernels(Protocol):
         ...
 
     def write_kv(
-        self, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slots_T: torch.Tensor
+        self,
+        k_TGD: torch.Tensor,
+        v_TGD: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        slots_T: torch.Tensor,
     ) -> None:
         """Store keys and values of the step's tokens in the caches [P, S, G, D] at their slots."""
         ...

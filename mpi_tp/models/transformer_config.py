@@ -80,9 +80,7 @@ def _parse_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     theta = fields.number("rope_theta", 10000.0)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
-        raise ConfigurationError(
-            f"config: rope_type {rope_type!r} is not implemented: we have {', '.join(ROPE_TYPES)}"
-        )
+        raise ConfigurationError(f"config: rope_type {rope_type!r} is not implemented: we have {', '.join(ROPE_TYPES)}")
     if rope_type == "default":
         return theta, None
     if rope_type == "linear":

@@ -48,9 +48,7 @@ def _first(name: str, outputs: int, inputs: int, partition: AxisPartition, bias:
         yield TensorRow(name + ".bias", (outputs,), (0, partition), (0, partition))
 
 
-def second_of_pair(
-    name: str, outputs: int, inputs: int, partition: AxisPartition, bias: bool
-) -> Iterator[TensorRow]:
+def second_of_pair(name: str, outputs: int, inputs: int, partition: AxisPartition, bias: bool) -> Iterator[TensorRow]:
     """A linear layer that `column_wise` splits by output and `paired` by input features, as its input is split.
 
     Under `paired` every rank holds the whole bias, which is added once, after the sum.

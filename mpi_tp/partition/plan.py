@@ -65,6 +65,4 @@ def _plan_tensor(row: TensorRow, strategy: Strategy, size: int) -> PlannedTensor
     if split is None:
         return PlannedTensor(row.name, row.shape, None, ())
     axis, partition = split
-    return PlannedTensor(
-        row.name, row.shape, axis, tuple(partition.ranges(rank, size) for rank in range(size))
-    )
+    return PlannedTensor(row.name, row.shape, axis, tuple(partition.ranges(rank, size) for rank in range(size)))
