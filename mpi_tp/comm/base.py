@@ -1,8 +1,8 @@
 """What a layer may ask of the other ranks.
 
-Tensors are named as in torch (`all_reduce`, `all_gather`, `broadcast`); Python objects go through `bcast_object`
-and `all_gather_object`. Every method but `send`, `recv` and `abort` is collective: all ranks call it, in the same
-order, with tensors of the same dtype and device. Tensors must be contiguous.
+Tensors are named as in torch (`all_reduce`, `all_gather`, `broadcast`); Python objects go through
+`bcast_object` and `all_gather_object`. Every method but `send`, `recv` and `abort` is collective: all ranks
+call it, in the same order, with tensors of the same dtype and device. Tensors must be contiguous.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Communicator(Protocol):
         ...
 
     def reduce_scatter(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
-        """Sum `tensor` [..., sum(sizes), ...] over all ranks and return rank r's block of `sizes[r]` along `dim`."""
+        """Sum `tensor` [..., sum(sizes), ...] over all ranks; return rank r's block of `sizes[r]` along `dim`."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:

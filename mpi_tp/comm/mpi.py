@@ -1,0 +1,139 @@
+"""A communicator over MPI. Tensors on a GPU pass through pinned host memory; no GPU-aware MPI is needed.
+
+MPI knows neither bfloat16 nor, everywhere, float16: their bits travel as bytes, and their sums are float32.
+"""
+
+import sys
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class MpiCommunicator:
+    """The ranks of an mpi4py communicator, which it keeps to itself: give it a duplicate of a shared one."""
+
+    def __init__(self, mpi_comm: "MPI.Intracomm") -> None:
+        from mpi4py import MPI
+
+        self.rank = mpi_comm.rank
+        self.size = mpi_comm.size
+        self._mpi = mpi_comm
+        self._in_place = MPI.IN_PLACE
+        self._world = MPI.COMM_WORLD
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum `tensor` [...] over all ranks, in place, and return it. bf16 and f16 are summed in float32."""
+        host = _summable(tensor)
+        self._mpi.Allreduce(self._in_place, host.numpy())
+        return _copy_back(host, tensor)
+
+    def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
+        """Concatenate along `dim` what the ranks hold; rank r's tensor has `sizes[r]` (0 is allowed) there.
+
+        Returns a new contiguous tensor [..., sum(sizes), ...], the same bits on every rank.
+        """
+        assert tensor.shape[dim] == sizes[self.rank], f"sizes {list(sizes)}, tensor {list(tensor.shape)}"
+        dim %= tensor.dim()
+        outer, inner = prod(tensor.shape[:dim]), prod(tensor.shape[dim + 1 :])
+        counts = [outer * size * inner for size in sizes]
+        gathered = _host_like(tensor, (sum(counts),))  # the ranks' blocks, one after the other
+        byte_counts = [count * tensor.element_size() for count in counts]
+        self._mpi.Allgatherv(_bits(_on_host(tensor)), (_bits(gathered), byte_counts))
+        gathered = gathered.to(tensor.device)
+        if outer == 1:  # one token, or dim 0: the blocks lie as the result wants them
+            return gathered.view(_resized(tensor, dim, sum(sizes)))
+        blocks = gathered.split(counts)
+        return torch.cat([b.view(_resized(tensor, dim, n)) for b, n in zip(blocks, sizes, strict=True)], dim)
+
+    def reduce_scatter(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
+        """Sum `tensor` [..., sum(sizes), ...] over all ranks; return rank r's block of `sizes[r]` along `dim`."""
+        assert tensor.shape[dim] == sum(sizes), f"sizes {list(sizes)}, tensor {list(tensor.shape)}"
+        dim %= tensor.dim()
+        blocks = tensor.split(list(sizes), dim)
+        packed = _summable(torch.cat([block.reshape(-1) for block in blocks]))
+        result = torch.empty_like(blocks[self.rank], dtype=packed.dtype, device="cpu").contiguous()
+        self._mpi.Reduce_scatter(packed.numpy(), result.numpy(), [block.numel() for block in blocks])
+        return result.to(tensor.device, tensor.dtype)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """Overwrite `tensor` on every rank by the root's, and return it."""
+        host = _on_host(tensor) if self.rank == root else _landing(tensor)
+        self._mpi.Bcast(_bits(host), root)
+        return _copy_back(host, tensor)
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        """Send `tensor` to rank `dst`, which must call `recv`."""
+        self._mpi.Send(_bits(_on_host(tensor)), dst)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        """Overwrite `tensor` by what rank `src` sends, and return it."""
+        host = _landing(tensor)
+        self._mpi.Recv(_bits(host), src)
+        return _copy_back(host, tensor)
+
+    def barrier(self) -> None:
+        """Return once every rank has called it and has finished its work before it."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self._mpi.Barrier()
+
+    def bcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the root's Python object on every rank."""
+        return self._mpi.bcast(value, root)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's Python object, in rank order, on every rank."""
+        return self._mpi.allgather(value)
+
+    def abort(self, exit_code: int) -> NoReturn:
+        """End every rank of the job with `exit_code`, now."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._world.Abort(exit_code)
+        raise AssertionError("MPI_Abort returned")
+
+
+def _resized(tensor: torch.Tensor, dim: int, size: int) -> list[int]:
+    """Return `tensor`'s shape with `size` along `dim`."""
+    return [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]]
+
+
+def _host_like(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return uninitialised host memory, pinned (from torch's cache of it) if `tensor` is on a GPU."""
+    return torch.empty(shape, dtype=dtype or tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` itself if it is on the CPU, otherwise a pinned copy, complete when this returns."""
+    assert tensor.is_contiguous(), f"tensor {list(tensor.shape)} is not contiguous"
+    return _landing(tensor).copy_(tensor) if tensor.is_cuda else tensor
+
+
+def _landing(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the host memory that a message for `tensor` is received in: its own if it is on the CPU."""
+    assert tensor.is_contiguous(), f"tensor {list(tensor.shape)} is not contiguous"
+    return _host_like(tensor, tensor.shape) if tensor.is_cuda else tensor
+
+
+def _summable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a host tensor of the same values in a type that MPI can sum; `tensor` itself if it is one."""
+    if tensor.dtype in _HALVES:
+        return _host_like(tensor, tensor.shape, torch.float32).copy_(tensor)
+    return _on_host(tensor)
+
+
+def _copy_back(host: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if host is tensor else tensor.copy_(host)
+
+
+def _bits(host: torch.Tensor) -> np.ndarray:
+    """Return the bytes of a contiguous host tensor, without a copy."""
+    return host.view(-1).view(torch.uint8).numpy()
