@@ -51,6 +51,11 @@ class PlannedTensor:
         shape[self.axis] = length(self.ranges[rank])
         return tuple(shape)
 
+    @property
+    def sizes(self) -> list[int]:
+        """How many indices along `axis` each rank holds."""
+        return [length(spans) for spans in self.ranges]
+
 
 Plan = Mapping[str, PlannedTensor]
 

@@ -1,0 +1,60 @@
+"""The paged key/value cache: blocks of tokens, dealt out by rank 0, held by every rank for its own heads."""
+
+import torch
+
+from mpi_tp.config import ModelConfig
+from mpi_tp.layers.attention import Cache
+from mpi_tp.partition.ranges import KeyValueHeads
+
+BLOCK_SIZE = 16
+"""Tokens in a block."""
+
+
+def blocks_for(num_tokens: int) -> int:
+    """Return how many blocks hold `num_tokens`."""
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+def local_kv_heads(config: ModelConfig, rank: int, size: int) -> int:
+    """Return how many key/value heads rank `rank` keeps."""
+    heads = KeyValueHeads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    start, stop = heads.heads(rank, size)
+    return stop - start
+
+
+def bytes_per_token(config: ModelConfig, rank: int, size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of keys and values, over all layers, that rank `rank` keeps a token."""
+    return 2 * config.num_hidden_layers * local_kv_heads(config, rank, size) * config.head_dim * dtype.itemsize
+
+
+def allocate_cache(
+    config: ModelConfig, num_blocks: int, rank: int, size: int, dtype: torch.dtype, device: torch.device
+) -> list[Cache]:
+    """Return uninitialised keys and values, [num_blocks, BLOCK_SIZE, heads, head_dim] each, of every layer."""
+    shape = (num_blocks, BLOCK_SIZE, local_kv_heads(config, rank, size), config.head_dim)
+    return [
+        (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+        for _ in range(config.num_hidden_layers)
+    ]
+
+
+class BlockPool:
+    """The free blocks, by number; taken and given back by rank 0's scheduler alone."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """How many blocks can be taken."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Return `count` blocks, which must be free."""
+        assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, blocks: list[int]) -> None:
+        """Return blocks to the pool."""
+        self._free.extend(blocks)

@@ -1,0 +1,35 @@
+"""The forward pass of one step, on every rank alike."""
+
+import torch
+
+from mpi_tp.engine.kv_cache import BLOCK_SIZE, allocate_cache
+from mpi_tp.engine.step import StepPlan
+from mpi_tp.kernels.base import AttentionInputs
+from mpi_tp.layers.attention import Cache
+from mpi_tp.models.causal_lm import CausalLM
+
+__all__ = ["BLOCK_SIZE", "Runner", "allocate_cache"]
+
+
+class Runner:
+    """A model and its cache on this rank's device."""
+
+    def __init__(self, model: CausalLM, caches: list[Cache], device: torch.device) -> None:
+        self._model = model
+        self._caches = caches
+        self._device = device
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> torch.Tensor:
+        """Run the step's tokens and return the wanted logits [R, vocabulary], the same on every rank."""
+        inputs = AttentionInputs(
+            positions=self._put(plan.positions),
+            sequence_ids=self._put(plan.sequence_ids),
+            block_tables=self._put(plan.block_tables),
+            slots=self._put(plan.slots),
+        )
+        hidden = self._model(self._put(plan.ids), inputs, self._caches)
+        return self._model.logits(hidden[self._put(plan.logit_rows)])
+
+    def _put(self, array: object) -> torch.Tensor:
+        return torch.as_tensor(array).to(self._device, non_blocking=True)

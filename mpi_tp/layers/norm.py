@@ -1,0 +1,18 @@
+"""Root mean square layer normalisation (Zhang and Sennrich, 2019)."""
+
+import torch
+
+from mpi_tp.layers.context import LayerContext
+
+
+class RMSNorm:
+    """x [..., K] over its root mean square, times a weight that every rank holds whole."""
+
+    def __init__(self, context: LayerContext, name: str, eps: float) -> None:
+        self._kernels = context.kernels
+        self._weight = context.take(f"{name}.weight")
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised x, [..., K]."""
+        return self._kernels.rms_norm(x, self._weight, self._eps)
