@@ -56,7 +56,7 @@ class ModelConfig:
 class MLPConfig:
     """A stack of linear layers with one activation between them (none after the last).
 
-    `layer_names[i]` is the checkpoint's prefix of layer i, which maps `layer_sizes[i]` features to `layer_sizes[i + 1]`;
+    Layer i stands under `layer_names[i]` in the checkpoint and maps `layer_sizes[i]` features to `layer_sizes[i + 1]`;
     `layer_biases[i]` says whether it has a bias.
     """
 

@@ -59,3 +59,11 @@ class Completion:
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[float] | None = None
+
+
+class RequestError(Exception):
+    """One request cannot be served; the others can. `kind` is the short name that its error record shows."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind

@@ -1,14 +1,13 @@
 """The forward pass of one step, on every rank alike."""
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from mpi_tp.engine.kv_cache import BLOCK_SIZE, allocate_cache
 from mpi_tp.engine.step import StepPlan
 from mpi_tp.kernels.base import AttentionInputs
 from mpi_tp.layers.attention import Cache
 from mpi_tp.models.causal_lm import CausalLM
-
-__all__ = ["BLOCK_SIZE", "Runner", "allocate_cache"]
 
 
 class Runner:
@@ -31,5 +30,5 @@ class Runner:
         hidden = self._model(self._put(plan.ids), inputs, self._caches)
         return self._model.logits(hidden[self._put(plan.logit_rows)])
 
-    def _put(self, array: object) -> torch.Tensor:
-        return torch.as_tensor(array).to(self._device, non_blocking=True)
+    def _put(self, array: NDArray[np.integer]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)

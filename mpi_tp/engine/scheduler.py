@@ -38,7 +38,7 @@ class Scheduler:
         self._waiting.extend(sequences)
 
     def schedule(self) -> list[Chunk]:
-        """Admit what fits and return the step's chunks: one token of each decoding sequence, prompts as room is left."""
+        """Admit what fits and return the chunks of the step: decoding sequences first, prompts as room is left."""
         self._admit()
         chunks: list[Chunk] = []
         room = MAX_STEP_TOKENS

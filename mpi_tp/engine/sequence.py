@@ -3,13 +3,14 @@
 from dataclasses import dataclass, field
 
 from mpi_tp.engine.request import FinishReason, SamplingParams
+from mpi_tp.engine.stop import StopWatcher
 
 
 @dataclass
 class Sequence:
     """One sample of one request: the prompt's tokens, then the generated ones.
 
-    `max_length` bounds tokens and prompt together. The first `computed` tokens have their keys and values in `blocks`.
+    `max_length` bounds tokens and prompt together. `stopped_text` is what stands before a stop string. The first `computed` tokens have their keys and values in `blocks`.
     """
 
     params: SamplingParams
@@ -21,6 +22,7 @@ class Sequence:
     computed: int = 0
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_watcher: StopWatcher | None = None
     stopped_text: str | None = None
     failure: str | None = None
 
