@@ -1,0 +1,152 @@
+"""Reader of a `.gguf` file under Hugging Face names: blocks dequantised, llama.cpp's order of q and k rows undone."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+
+from mpi_tp.errors import ConfigurationError, FileError
+from sharder.formats.base import SingleFile, TensorSpec, byte_view, pread_into
+from sharder.formats.gguf_header import GgufTensor, parse_header
+from sharder.formats.gguf_translation import (
+    ARCHITECTURES,
+    PERMUTED_ARCHITECTURES,
+    ROPE_FACTORS,
+    canonical_name,
+    head_counts,
+    translate_config,
+)
+
+SLAB_ELEMENTS = 1 << 20  # dequantising needs several float32 copies of a slab
+
+STORED_DTYPES = {
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F64: torch.float64,
+}
+
+
+class GgufReader(SingleFile):
+    """Tensors of a GGUF file under canonical Hugging Face names; quantised ones come as `quantised_dtype`.
+
+    `metadata` holds everything else that the file says, the tokenizer included. Raises FileError for a damaged
+    file, ConfigurationError for an architecture, a tensor or a block type that is not known.
+    """
+
+    kind = "gguf"
+
+    def __init__(self, path: Path, quantised_dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(path)
+        self.quantised_dtype = quantised_dtype
+        with open(self.fd, "rb", closefd=False) as file:
+            header = parse_header(file, self.size, path)
+        self.read_header(0, header.length, "the header")
+        self.metadata = header.metadata
+        self._architecture = _check_architecture(header.metadata, path)
+        self._entries, self._rope_factors = _rename(header.tensors, path)
+        _check_dequantisable(self._entries, path)
+
+    def __enter__(self) -> "GgufReader":
+        return self
+
+    @cached_property
+    def config(self) -> dict[str, Any] | None:
+        """The metadata as a Hugging Face config. Raises ConfigurationError for what it cannot express."""
+        shapes = {name: entry.shape for name, entry in self._entries.items()}
+        entry = self._rope_factors
+        factors = self._read_plain(entry, torch.float32) if entry else None
+        return translate_config(self.metadata, shapes, factors)
+
+    def names(self) -> list[str]:
+        """Canonical names of all weights."""
+        return list(self._entries)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Dtype and shape of tensor `name`, dequantised."""
+        entry = self._entries[name]
+        return TensorSpec(STORED_DTYPES.get(entry.stored_as, self.quantised_dtype), entry.shape)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read and dequantise tensor `name`. Raises FileError."""
+        entry = self._entries[name]
+        stored = STORED_DTYPES.get(entry.stored_as)
+        tensor = self._read_plain(entry, stored) if stored else self._read_quantised(entry)
+        return self._restore_row_order(entry.name, tensor)
+
+    def _read_plain(self, entry: GgufTensor, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(entry.shape, dtype=dtype)
+        pread_into(self.fd, byte_view(tensor), entry.offset, self.path, entry.name)
+        return tensor
+
+    def _read_quantised(self, entry: GgufTensor) -> torch.Tensor:
+        """Dequantise slab after slab of rows, so that float32 copies of the whole tensor never exist."""
+        tensor = torch.empty(entry.shape, dtype=self.quantised_dtype)
+        rows = tensor.view(-1, entry.shape[-1])
+        slab_rows = max(1, SLAB_ELEMENTS // entry.shape[-1])
+        for first in range(0, len(rows), slab_rows):
+            slab = rows[first : first + slab_rows]
+            blocks = np.empty((len(slab), entry.row_bytes), dtype=np.uint8)
+            offset = entry.offset + first * entry.row_bytes
+            pread_into(self.fd, blocks.reshape(-1).data, offset, self.path, entry.name)
+            slab.copy_(torch.from_numpy(gguf.dequantize(blocks, entry.stored_as)))
+        return tensor
+
+    def _restore_row_order(self, gguf_name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Undo llama.cpp's interleaving of the two halves of each q and k head."""
+        if self._architecture not in PERMUTED_ARCHITECTURES:
+            return tensor
+        num_heads, num_kv_heads = head_counts(self.metadata)
+        heads = {"attn_q": num_heads, "attn_k": num_kv_heads}.get(gguf_name.split(".")[-2])
+        if heads is None:
+            return tensor
+        pairs = tensor.view(heads, -1, 2, *tensor.shape[1:])
+        return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def _check_architecture(metadata: Any, path: Path) -> str:
+    """Return the architecture that the file names, if it is known."""
+    architecture = metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ConfigurationError(f"{path} has the architecture {architecture!r}; known in GGUF are {known}")
+    if metadata.get("split.count", 1) > 1:
+        raise ConfigurationError(
+            f"{path} is one of {metadata['split.count']} parts; join them first: gguf-split --merge FIRST OUT"
+        )
+    return str(architecture)
+
+
+def _rename(tensors: tuple[GgufTensor, ...], path: Path) -> tuple[dict[str, GgufTensor], GgufTensor | None]:
+    """Return the weights by canonical name, and the rotary factors, which are no weight."""
+    entries: dict[str, GgufTensor] = {}
+    rope_factors = None
+    for tensor in tensors:
+        name = canonical_name(tensor.name)
+        if tensor.name == ROPE_FACTORS:
+            rope_factors = tensor
+        elif name is None:
+            raise ConfigurationError(f"{path}: tensor {tensor.name} is not known")
+        else:
+            entries[name] = tensor
+    if "model.embed_tokens.weight" not in entries:
+        raise FileError(f"{path} is damaged: it has no token_embd.weight")
+    return entries, rope_factors
+
+
+def _check_dequantisable(entries: dict[str, GgufTensor], path: Path) -> None:
+    """Try one empty block of each kind before hours of work end in one that cannot be dequantised."""
+    kinds = {entry.stored_as: entry.name for entry in entries.values()}
+    for stored_as, name in kinds.items():
+        block = np.zeros((1, gguf.GGML_QUANT_SIZES[stored_as][1]), dtype=np.uint8)
+        try:
+            if stored_as not in STORED_DTYPES:
+                gguf.dequantize(block, stored_as)
+        except NotImplementedError as error:
+            raise ConfigurationError(
+                f"{path}: {name} is stored as {stored_as.name}, which the gguf package cannot dequantise"
+            ) from error
