@@ -5,8 +5,8 @@ a chain of regular expressions; each splits what the ones before it left, and wh
 too. A wrong one does not fail: it gives other tokens, and a slightly worse model. So a name that is not in this table
 is refused.
 
-llama.cpp has no \\p{Lu} and the like: where a model tells upper from lower case, it does so for ASCII letters only,
-and so do we.
+Case: llama.cpp's regular expressions know upper and lower case of ASCII letters only,
+so the models that cut words at a change of case are treated so here too.
 """
 
 from dataclasses import dataclass
