@@ -1,0 +1,63 @@
+"""Output files that are complete or absent."""
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from mpi_tp.errors import FileError
+
+
+@contextmanager
+def write_errors(path: Path | None) -> Iterator[None]:
+    """Turn what the operating system says about writing to `path` (None: standard output) into a FileError."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError(f"cannot write {path or 'standard output'}: {error.strerror}") from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file that takes the place of `path` when the block ends well, and that is gone if it does not.
+
+    It grows in the same folder under another name. Raises FileError: at once if it cannot be made, or at the end.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    with write_errors(path):
+        if target.exists():
+            target.open("ab").close()  # a rename would not mind that the file is write-protected
+        stream = temporary.open("xb")
+    try:
+        yield stream
+        with write_errors(path):
+            stream.flush()
+            os.fsync(stream.fileno())
+            stream.close()
+            temporary.replace(target)
+    finally:
+        with suppress(OSError):  # what did not fit on the disk before does not fit when closing either
+            stream.close()
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def open_output(path: Path | None) -> Iterator[BinaryIO]:
+    """Open an output: None is standard output; a device or pipe is written to as it is, a file is replaced at the end.
+
+    Raises FileError if it cannot be opened.
+    """
+    if path is None:
+        yield sys.stdout.buffer
+    elif os.path.exists(path) and not os.path.isfile(path):
+        with write_errors(path):
+            stream = path.open("wb")
+        with stream:
+            yield stream
+    else:
+        with replacing(path) as file:
+            yield file
