@@ -56,6 +56,8 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
         self._samples: dict[Any, list[Sequence]] = {}
+        self.num_sampled = 0
+        """Tokens generated so far."""
 
     @property
     def num_waiting(self) -> int:
@@ -139,6 +141,7 @@ class Engine:
         params = sequence.params
         token = choose_token(logits, params, sequence.sample, position=len(sequence.tokens))
         sequence.tokens.append(token)
+        self.num_sampled += 1
         if params.logprobs:
             sequence.logprobs.append(log_probability(logits, token))
         watcher = sequence.stop_watcher

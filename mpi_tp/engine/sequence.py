@@ -10,7 +10,8 @@ from mpi_tp.engine.stop import StopWatcher
 class Sequence:
     """One sample of one request: the prompt's tokens, then the generated ones.
 
-    `max_length` bounds tokens and prompt together. `stopped_text` is what stands before a stop string. The first `computed` tokens have their keys and values in `blocks`.
+    `max_length` bounds prompt and answer together. The first `computed` tokens have their keys and values in `blocks`.
+    `stopped_text` is what stands before a stop string.
     """
 
     params: SamplingParams

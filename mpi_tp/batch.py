@@ -1,0 +1,106 @@
+"""A batch job on rank 0: input lines into the engine, outcomes into records, in input order."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpi_tp.engine.engine import Engine, Outcome
+from mpi_tp.engine.request import RequestError
+from mpi_tp.errors import ConfigurationError
+from mpi_tp.line_feed import Line, LineFeed
+from mpi_tp.records import BadLine, InputLine, OrderedWriter, error_record, record
+from mpi_tp.tokenizer import Tokenizer
+
+KEEP_ALIVE_SECONDS = 1.0
+"""How often the other ranks hear from rank 0 while it waits for input."""
+
+
+@dataclass
+class BatchFigures:
+    """What a batch did; seconds are counted from its first line."""
+
+    num_lines: int = 0
+    num_errors: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    first_token_seconds: float | None = None
+
+
+class Batch:
+    """Keeps the engine supplied with lines and the writer with records until the input ends."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, feed: LineFeed, writer: OrderedWriter) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._feed = feed
+        self._writer = writer
+        self._in_flight: dict[int, InputLine] = {}
+        self.figures = BatchFigures()
+
+    def run(self, read_ahead: int, on_step: Callable[[BatchFigures], None]) -> None:
+        """Serve all lines, with up to `read_ahead` sequences queued; `on_step` is called after each step."""
+        start = time.perf_counter()
+        while True:
+            self._submit_lines(read_ahead)
+            if not self._engine.is_idle:
+                outcomes = self._engine.step()
+            elif self._feed.is_exhausted:
+                break
+            else:
+                self._engine.keep_alive()
+                outcomes = []
+            self.figures.seconds = time.perf_counter() - start
+            if self.figures.first_token_seconds is None and self._engine.num_sampled:
+                self.figures.first_token_seconds = self.figures.seconds
+            for outcome in outcomes:
+                self._write_outcome(outcome)
+            on_step(self.figures)
+
+    def _submit_lines(self, read_ahead: int) -> None:
+        while self._engine.num_waiting < read_ahead:
+            line = self._feed.next_line(KEEP_ALIVE_SECONDS if self._engine.is_idle else 0)
+            if line is None:
+                return
+            self._submit(line)
+
+    def _submit(self, line: Line) -> None:
+        sequence = self.figures.num_lines
+        self.figures.num_lines += 1
+        if isinstance(line, BadLine):
+            self._write_error(sequence, line)
+            return
+        try:
+            self._engine.submit(sequence, self._encode(line), line.params)
+        except RequestError as error:
+            self._write_error(sequence, line.refused(error.kind, str(error)))
+        else:
+            self._in_flight[sequence] = line
+
+    def _encode(self, line: InputLine) -> list[int]:
+        if isinstance(line.prompt, list) and all(isinstance(token, int) for token in line.prompt):
+            return [token for token in line.prompt if isinstance(token, int)]
+        if self._tokenizer is None:
+            raise RequestError("no_tokenizer", "the shard set has no tokenizer: give prompt_token_ids")
+        if isinstance(line.prompt, str):
+            return self._tokenizer.encode(line.prompt)
+        try:
+            return self._tokenizer.encode_chat([message for message in line.prompt if isinstance(message, dict)])
+        except (ConfigurationError, ValueError) as error:
+            raise RequestError("invalid_prompt", str(error)) from error
+
+    def _write_outcome(self, outcome: Outcome) -> None:
+        line = self._in_flight.pop(outcome.key)
+        if outcome.error:
+            self._write_error(outcome.key, line.refused(outcome.error.kind, str(outcome.error)))
+            return
+        self.figures.prompt_tokens += outcome.prompt_tokens
+        self.figures.completion_tokens += sum(len(completion.token_ids) for completion in outcome.completions)
+        self._writer.write(outcome.key, record(line, outcome.prompt_tokens, outcome.completions, self._token_text))
+
+    def _write_error(self, sequence: int, line: BadLine) -> None:
+        self.figures.num_errors += 1
+        self._writer.write(sequence, error_record(line))
+
+    def _token_text(self, token: int) -> str:
+        return self._tokenizer.decode([token]) if self._tokenizer else f"token_id:{token}"
