@@ -1,24 +1,23 @@
 """A communicator over MPI. Tensors on a GPU pass through pinned host memory; no GPU-aware MPI is needed.
 
-MPI knows neither bfloat16 nor, everywhere, float16: their bits travel as bytes, and their sums are float32.
+MPI has no bfloat16: tensors travel as bytes, and halves are summed in float32.
 """
 
 import sys
 from collections.abc import Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 
+from mpi_tp.comm import blocks
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_HALVES = (torch.bfloat16, torch.float16)
-
 
 class MpiCommunicator:
-    """The ranks of an mpi4py communicator, which it keeps to itself: give it a duplicate of a shared one."""
+    """The ranks of an mpi4py communicator, which nobody else may use: give it a duplicate of a shared one."""
 
     def __init__(self, mpi_comm: "MPI.Intracomm") -> None:
         from mpi4py import MPI
@@ -40,28 +39,25 @@ class MpiCommunicator:
 
         Returns a new contiguous tensor [..., sum(sizes), ...], the same bits on every rank.
         """
-        assert tensor.shape[dim] == sizes[self.rank], f"sizes {list(sizes)}, tensor {list(tensor.shape)}"
+        blocks.check_own_size(tensor, sizes, self.rank, dim)
         dim %= tensor.dim()
-        outer, inner = prod(tensor.shape[:dim]), prod(tensor.shape[dim + 1 :])
-        counts = [outer * size * inner for size in sizes]
-        gathered = _host_like(tensor, (sum(counts),))  # the ranks' blocks, one after the other
+        counts = [size * blocks.unit_size(tensor.shape, dim) for size in sizes]
+        gathered = _host_memory(tensor, (sum(counts),))
         byte_counts = [count * tensor.element_size() for count in counts]
         self._mpi.Allgatherv(_bits(_on_host(tensor)), (_bits(gathered), byte_counts))
         gathered = gathered.to(tensor.device)
-        if outer == 1:  # one token, or dim 0: the blocks lie as the result wants them
-            return gathered.view(_resized(tensor, dim, sum(sizes)))
-        blocks = gathered.split(counts)
-        return torch.cat([b.view(_resized(tensor, dim, n)) for b, n in zip(blocks, sizes, strict=True)], dim)
+        if blocks.outer_size(tensor.shape, dim) == 1:
+            return gathered.view(blocks.resized(tensor.shape, dim, sum(sizes)))
+        return blocks.join(gathered.split(counts), tensor.shape, sizes, dim)
 
     def reduce_scatter(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
         """Sum `tensor` [..., sum(sizes), ...] over all ranks; return rank r's block of `sizes[r]` along `dim`."""
-        assert tensor.shape[dim] == sum(sizes), f"sizes {list(sizes)}, tensor {list(tensor.shape)}"
-        dim %= tensor.dim()
-        blocks = tensor.split(list(sizes), dim)
-        packed = _summable(torch.cat([block.reshape(-1) for block in blocks]))
-        result = torch.empty_like(blocks[self.rank], dtype=packed.dtype, device="cpu").contiguous()
-        self._mpi.Reduce_scatter(packed.numpy(), result.numpy(), [block.numel() for block in blocks])
-        return result.to(tensor.device, tensor.dtype)
+        blocks.check_total_size(tensor, sizes, dim)
+        parts = tensor.split(list(sizes), dim)
+        packed = _summable(torch.cat([part.reshape(-1) for part in parts]))
+        mine = torch.empty(parts[self.rank].shape, dtype=packed.dtype)
+        self._mpi.Reduce_scatter(packed.numpy(), mine.numpy(), [part.numel() for part in parts])
+        return mine.to(tensor.device, tensor.dtype)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Overwrite `tensor` on every rank by the root's, and return it."""
@@ -101,32 +97,34 @@ class MpiCommunicator:
         raise AssertionError("MPI_Abort returned")
 
 
-def _resized(tensor: torch.Tensor, dim: int, size: int) -> list[int]:
-    """Return `tensor`'s shape with `size` along `dim`."""
-    return [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]]
+def split_by_host(mpi_comm: "MPI.Intracomm") -> "MPI.Comm":
+    """Return the communicator of the ranks on this rank's host, in rank order; collective."""
+    from mpi4py import MPI
+
+    return mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, key=mpi_comm.rank)
 
 
-def _host_like(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+def _host_memory(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return uninitialised host memory, pinned (from torch's cache of it) if `tensor` is on a GPU."""
     return torch.empty(shape, dtype=dtype or tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` itself if it is on the CPU, otherwise a pinned copy, complete when this returns."""
-    assert tensor.is_contiguous(), f"tensor {list(tensor.shape)} is not contiguous"
-    return _landing(tensor).copy_(tensor) if tensor.is_cuda else tensor
+    return _landing(tensor).copy_(tensor) if tensor.is_cuda else _landing(tensor)
 
 
 def _landing(tensor: torch.Tensor) -> torch.Tensor:
     """Return the host memory that a message for `tensor` is received in: its own if it is on the CPU."""
-    assert tensor.is_contiguous(), f"tensor {list(tensor.shape)} is not contiguous"
-    return _host_like(tensor, tensor.shape) if tensor.is_cuda else tensor
+    blocks.check_contiguous(tensor)
+    return _host_memory(tensor, tensor.shape) if tensor.is_cuda else tensor
 
 
 def _summable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a host tensor of the same values in a type that MPI can sum; `tensor` itself if it is one."""
-    if tensor.dtype in _HALVES:
-        return _host_like(tensor, tensor.shape, torch.float32).copy_(tensor)
+    blocks.check_contiguous(tensor)
+    if tensor.dtype in blocks.HALVES:
+        return _host_memory(tensor, tensor.shape, torch.float32).copy_(tensor)
     return _on_host(tensor)
 
 
@@ -135,5 +133,4 @@ def _copy_back(host: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(host: torch.Tensor) -> np.ndarray:
-    """Return the bytes of a contiguous host tensor, without a copy."""
-    return host.view(-1).view(torch.uint8).numpy()
+    return blocks.as_bytes(host).numpy()

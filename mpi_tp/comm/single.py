@@ -6,6 +6,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from mpi_tp.comm import blocks
+
 
 class SingleCommunicator:
     """One rank alone, so that layers need no special case for it. Starts no MPI."""
@@ -15,11 +17,13 @@ class SingleCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor` [...] itself: the sum over one rank."""
+        blocks.check_contiguous(tensor)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
         """Return a copy of `tensor`, which has `sizes[0]` along `dim`."""
-        assert list(sizes) == [tensor.shape[dim]], f"sizes {list(sizes)}, tensor {list(tensor.shape)}"
+        blocks.check_contiguous(tensor)
+        blocks.check_own_size(tensor, sizes, 0, dim)
         return tensor.clone()
 
     def reduce_scatter(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
@@ -28,6 +32,7 @@ class SingleCommunicator:
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Return `tensor` itself."""
+        blocks.check_contiguous(tensor)
         assert root == 0, f"root {root} of 1 rank"
         return tensor
 

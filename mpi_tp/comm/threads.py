@@ -10,6 +10,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from mpi_tp.comm import blocks
+
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.05
@@ -41,11 +43,12 @@ class ThreadCommunicator:
 
     def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
         """Concatenate along `dim` what the ranks hold; rank r has `sizes[r]` there; 0 is allowed."""
-        assert tensor.shape[dim] == sizes[self.rank], f"sizes {list(sizes)}, tensor {list(tensor.shape)}"
+        blocks.check_own_size(tensor, sizes, self.rank, dim)
         return torch.cat(self._exchange_tensors(f"all_gather {list(sizes)}", tensor), dim)
 
     def reduce_scatter(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
         """Sum `tensor` [..., sum(sizes), ...] over all ranks and return rank r's block of `sizes[r]` there."""
+        blocks.check_total_size(tensor, sizes, dim)
         total = _sum(self._exchange_tensors(f"reduce_scatter {list(sizes)}", tensor))
         return total.split(list(sizes), dim)[self.rank].to(tensor.dtype).contiguous()
 
@@ -91,7 +94,7 @@ class ThreadCommunicator:
         self._exchange("the end", None)
 
     def _exchange_tensors(self, what: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        assert tensor.is_contiguous(), f"{what}: tensor {list(tensor.shape)} is not contiguous"
+        blocks.check_contiguous(tensor)
         # A copy: the owner may overwrite its tensor while a slower rank still reads.
         return self._exchange(f"{what} of {tensor.dtype}", tensor.clone())
 
@@ -139,7 +142,7 @@ def run_ranks(n: int, function: Callable[[ThreadCommunicator], T], timeout: floa
 
 def _sum(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Sum in rank order; halves in float32."""
-    wide = torch.float32 if tensors[0].dtype in (torch.bfloat16, torch.float16) else tensors[0].dtype
+    wide = torch.float32 if tensors[0].dtype in blocks.HALVES else tensors[0].dtype
     total = tensors[0].to(wide, copy=True)
     for tensor in tensors[1:]:
         total += tensor

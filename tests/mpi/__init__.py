@@ -1,0 +1,1 @@
+"""Tests that run on every rank under mpirun."""
