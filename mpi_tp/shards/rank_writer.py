@@ -1,0 +1,88 @@
+"""Writing one rank's HDF5 file; `mpi_tp.shards.format` says what is in it."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from h5py import h5d, h5p, h5s
+
+from mpi_tp.shards.checksum import digest_outside, tensor_bytes
+from mpi_tp.shards.dtypes import hdf5_type
+from mpi_tp.shards.format import ALIGNMENT, FileEntry, SetOptions, TensorEntry, part_attributes, root_attributes
+
+_NO_SET_ID = "0" * 32
+
+
+class RankFileWriter:
+    """One rank's file: `add` every tensor, then `finish`; or `abandon` it. OSError when the disk refuses."""
+
+    def __init__(self, path: Path, rank: int, options: SetOptions) -> None:
+        self._path = path
+        self._rank = rank
+        self._extents: list[tuple[int, int]] = []
+        self._file = h5py.File(
+            path,
+            "w",
+            libver=("v110", "v110"),
+            locking=False,
+            alignment_threshold=ALIGNMENT,
+            alignment_interval=ALIGNMENT,
+        )
+        for name, value in root_attributes(options, _NO_SET_ID, rank).items():
+            self._file.attrs[name] = _attribute(name, value)
+
+    def add(self, entry: TensorEntry, part: torch.Tensor, part_checksum: str) -> None:
+        """Write this rank's contiguous part of the tensor that `entry` describes."""
+        space = h5s.create_simple(tuple(part.shape)) if part.ndim else h5s.create(h5s.SCALAR)
+        dataset = h5d.create(self._file.id, entry.name.encode(), hdf5_type(entry.dtype), space, _creation())
+        for name, value in part_attributes(entry, self._rank, part_checksum).items():
+            h5py.Dataset(dataset).attrs[name] = _attribute(name, value)
+        if part.numel():
+            raw = np.frombuffer(tensor_bytes(part), np.uint8)
+            dataset.write(h5s.ALL, h5s.ALL, raw, mtype=dataset.get_type())
+            self._extents.append((dataset.get_offset(), dataset.get_offset() + raw.nbytes))
+
+    def finish(self, set_id: str) -> FileEntry:
+        """Write the identity of the set, bring all bytes to the disk and return the file's entry in the manifest."""
+        self._file.attrs.modify("set_id", _attribute("set_id", set_id))
+        self._close()
+        descriptor = os.open(self._path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            size = os.fstat(descriptor).st_size
+            return FileEntry(self._path.name, size, digest_outside(descriptor, size, self._extents))
+        finally:
+            os.close(descriptor)
+
+    def abandon(self) -> None:
+        """Close the file; its content no longer matters."""
+        with contextlib.suppress(OSError):
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            self._file.close()
+        except RuntimeError as error:
+            # HDF5 writes the metadata when it closes a file; this is how it says that the disk is full then.
+            raise OSError(str(error)) from error
+
+
+def _attribute(name: str, value: Any) -> Any:
+    """Return a value as it is stored: texts with a fixed length, because HDF5 guards no heap of others."""
+    if isinstance(value, str):
+        return np.bytes_(value.encode())
+    array = np.asarray(value, np.int64)
+    return array.reshape(-1, 2) if name == "ranges" else array
+
+
+def _creation() -> h5p.PropDCID:
+    creation = h5p.create(h5p.DATASET_CREATE)
+    creation.set_layout(h5d.CONTIGUOUS)
+    creation.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    creation.set_fill_time(h5d.FILL_TIME_NEVER)
+    creation.set_obj_track_times(False)
+    return creation

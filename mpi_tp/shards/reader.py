@@ -1,0 +1,101 @@
+"""A shard set, opened for reading; everything that is cheap to check is checked before the first tensor is read."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpi_tp.errors import ConfigurationError, FileError
+from mpi_tp.partition.plan import Plan, Strategy
+from mpi_tp.shards.checksum import file_digest
+from mpi_tp.shards.format import MANIFEST_NAME, TOKENIZER_DIRECTORY, Manifest, rank_file_name
+from mpi_tp.shards.manifest import decode_manifest
+from mpi_tp.shards.rank_file import RankFile, damaged, open_sized
+
+
+@dataclass(frozen=True)
+class ShardSet:
+    """A finished set: its folder and its manifest."""
+
+    directory: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str]) -> "ShardSet":
+        """Open the set in `directory`: its manifest is whole, all its files are there and have their sizes.
+
+        Raises FileError if not, ConfigurationError if a newer program wrote it.
+        """
+        folder = Path(directory)
+        manifest = decode_manifest(_read_manifest(folder), folder / MANIFEST_NAME)
+        shards = cls(folder, manifest)
+        shards._check_files()
+        return shards
+
+    @property
+    def set_id(self) -> str:
+        """The set's identity, which follows from its content."""
+        return self.manifest.set_id
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the set is for."""
+        return self.manifest.options.ranks
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the tensors are split."""
+        return self.manifest.options.strategy
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The model's config under Hugging Face's names."""
+        return self.manifest.options.config
+
+    @property
+    def plan(self) -> Plan:
+        """Every tensor's ranges, by name."""
+        return {name: entry.planned for name, entry in self.manifest.tensors.items()}
+
+    def check_ranks(self, size: int) -> None:
+        """Raise ConfigurationError if the set is not for `size` ranks."""
+        if size != self.ranks:
+            raise ConfigurationError(
+                f"{self.directory}/ holds {self.ranks} ranks but mpirun started {size}: "
+                f"use -np {self.ranks}, or python -m sharder SOURCE --ranks {size}"
+            )
+
+    def open_rank(self, rank: int) -> RankFile:
+        """Open rank `rank`'s file; FileError as `RankFile` says."""
+        return RankFile(self.directory, self.manifest, rank)
+
+    def open_tokenizer(self) -> Path | None:
+        """Return the folder of the tokenizer's files after checking each, None if the set has none; or FileError."""
+        folder = self.directory / TOKENIZER_DIRECTORY
+        for entry in self.manifest.tokenizer:
+            digest = file_digest(folder / entry.name)
+            if digest != entry.digest:
+                raise damaged(folder / entry.name, f"its checksum is {digest}, the manifest says {entry.digest}")
+        return folder if self.manifest.tokenizer else None
+
+    def _check_files(self) -> None:
+        names = [entry.name for entry in self.manifest.files]
+        if names != [rank_file_name(rank, self.ranks) for rank in range(self.ranks)]:
+            raise damaged(self.directory / MANIFEST_NAME, f"it names {', '.join(names)} for {self.ranks} ranks")
+        for entry in self.manifest.files:
+            os.close(open_sized(self.directory / entry.name, entry))
+        for entry in self.manifest.tokenizer:
+            os.close(open_sized(self.directory / TOKENIZER_DIRECTORY / entry.name, entry))
+
+
+def _read_manifest(folder: Path) -> bytes:
+    try:
+        return (folder / MANIFEST_NAME).read_bytes()
+    except FileNotFoundError as error:
+        raise FileError(
+            f"{folder}/ holds no finished shard set (no {MANIFEST_NAME}): make one with "
+            f"python -m sharder SOURCE --ranks N -o {folder}"
+        ) from error
+    except OSError as error:
+        raise FileError(f"{folder / MANIFEST_NAME} cannot be read: {error.strerror}") from error
