@@ -77,7 +77,8 @@ _DEEPSEEK_LETTERS = (
     "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df"
     "\U0001e900-\U0001e943"
 )
-_CJK = "\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff"
+# llama.cpp matches white space with \s alone, never as a part of a range.
+_CJK = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff&&\S]+"
 _CJK_AND_KANA = "\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff"
 _ASCII_PUNCTUATION = r"!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~"
 
@@ -113,13 +114,13 @@ _PRE_TOKENIZERS = {
         (
             r"[\r\n]",
             rf"\s?[{_DEEPSEEK_LETTERS}]+",
-            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001\u3002]+",
             r"\s+$",
-            rf"[{_CJK}]+",
+            _CJK,
             r"\p{N}+",
         )
     ),
-    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", rf"[{_CJK}]+", r"\p{N}")),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
     "qwen35": PreTokenizer((_QWEN35,)),
     "jais-2": PreTokenizer((_JAIS2,)),
