@@ -16,7 +16,7 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -26,6 +26,7 @@ from mpi_tp.errors import FileError, UsageError
 Sections = Mapping[str, Mapping[str, str]]
 _Actions = Mapping[str, argparse.Action]
 
+_TYPE_NAMES: Mapping[Any, str] = {int: "a whole number", float: "a number"}
 _NULL = "tag:yaml.org,2002:null"
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _SIZE = re.compile(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]+)?) *(?:([kmgt])(i?b)?|b)?", re.IGNORECASE)
@@ -35,7 +36,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], sections: Sectio
     """Parse `argv`, with what it leaves out from the file that its `--config` names, and the defaults last.
 
     `sections` maps each section's keys to the destinations of the parser's flags; the flags that it does not mention
-    are keys of the file's top level. The parser has a `--config` flag and no subcommands.
+    are keys of the file's top level. The parser has a `--config` flag and no subcommands, and serves once.
 
     Raises UsageError for a file that is not YAML or holds an unknown key or a wrong value, FileError for one that
     cannot be read. As argparse does, it exits with 2 for a wrong command line.
@@ -63,7 +64,7 @@ def _settings(path: str, actions: _Actions, sections: Sections) -> dict[str, Any
     settings = {}
     for name, value in _flatten(path, _load(path), sections):
         if name not in keys:
-            raise UsageError(f"{path}: unknown key {name}{_suggestion(name, keys)}")
+            raise UsageError(f"{path}: unknown key {name}{_suggestion(name, [*sections, *keys])}")
         if value is not None:
             settings[keys[name]] = _convert(f"{path}: {name}", actions[keys[name]], value)
     return settings
@@ -80,28 +81,20 @@ def _keys(actions: _Actions, sections: Sections) -> dict[str, str]:
 def _flatten(path: str, content: Mapping[str, Any], sections: Sections) -> list[tuple[str, Any]]:
     values = []
     for key, value in content.items():
-        name = _normal(key)
-        if name not in sections:
-            values.append((name, value))
+        if key not in sections:
+            values.append((key, value))
         elif isinstance(value, dict):
-            values += [(f"{name}.{_normal(inner)}", inner_value) for inner, inner_value in value.items()]
+            values += [(f"{key}.{inner}", inner_value) for inner, inner_value in value.items()]
         elif value is not None:
-            raise UsageError(f"{path}: {name} is {value!r}: it is a section and must hold keys")
+            raise UsageError(f"{path}: {key} is {value!r}: it is a section and must hold keys")
     return values
 
 
-def _normal(key: object) -> str:
-    return str(key).replace("-", "_")
-
-
-def _suggestion(name: str, keys: Mapping[str, str]) -> str:
-    """Say which key was meant: the same word in another section, or the most alike."""
-    word = name.rpartition(".")[2]
-    same_word = [key for key in keys if key.rpartition(".")[2] == word]
-    alike = same_word or difflib.get_close_matches(name, keys, n=1, cutoff=0.5)
+def _suggestion(name: str, keys: Iterable[str]) -> str:
+    """Say which key or section was meant, by its last word: it may stand in the wrong section."""
     by_word = {key.rpartition(".")[2]: key for key in keys}
-    alike = alike or [by_word[near] for near in difflib.get_close_matches(word, by_word, n=1, cutoff=0.5)]
-    return f": did you mean {alike[0]}?" if alike else f": the keys are {', '.join(sorted(keys))}"
+    alike = difflib.get_close_matches(name.rpartition(".")[2], by_word, n=1, cutoff=0.5)
+    return f": did you mean {by_word[alike[0]]}?" if alike else f": the keys are {', '.join(sorted(keys))}"
 
 
 def _convert(where: str, action: argparse.Action, value: Any) -> Any:
@@ -123,7 +116,7 @@ def _convert_one(where: str, action: argparse.Action, value: Any) -> Any:
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"{where}: {error}") from error
     except ValueError as error:
-        raise UsageError(f"{where} is {value!r}: it must be of type {convert.__name__}") from error
+        raise UsageError(f"{where} is {value!r}: it must be {_TYPE_NAMES.get(convert, convert.__name__)}") from error
     if action.choices is not None and converted not in action.choices:
         raise UsageError(f"{where} is {value!r}: it must be one of {', '.join(map(str, action.choices))}")
     return converted
@@ -135,7 +128,7 @@ class _TextLoader(yaml.BaseLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping: dict[Any, Any] = {}
         for key_node, value_node in node.value:
-            key = self.construct_scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
+            key = key_node.value.replace("-", "_") if isinstance(key_node, yaml.ScalarNode) else None
             if key is None or key in mapping:
                 problem = "a key must be one word" if key is None else f"the key {key} stands twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
@@ -184,15 +177,17 @@ def size(text: str) -> int:
 
 def positive_int(text: str) -> int:
     """Read a whole number of at least 1, for argparse."""
-    return int(_positive(text, int(text)))
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
 
 
 def positive_float(text: str) -> float:
     """Read a finite number above 0, for argparse."""
-    return _positive(text, float(text))
-
-
-def _positive(text: str, value: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return value

@@ -33,16 +33,25 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             target.open("ab").close()  # a rename would not mind that the file is write-protected
         stream = temporary.open("xb")
     try:
-        yield stream
+        with _closing(stream):
+            yield stream
+            with write_errors(path):
+                stream.flush()
+                os.fsync(stream.fileno())
         with write_errors(path):
-            stream.flush()
-            os.fsync(stream.fileno())
-            stream.close()
             temporary.replace(target)
     finally:
-        with suppress(OSError):  # what did not fit on the disk before does not fit when closing either
-            stream.close()
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _closing(stream: BinaryIO) -> Iterator[None]:
+    """Close at the end, without a second error from what could not be written in the block."""
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            stream.close()
 
 
 @contextmanager
@@ -56,7 +65,7 @@ def open_output(path: Path | None) -> Iterator[BinaryIO]:
     elif os.path.exists(path) and not os.path.isfile(path):
         with write_errors(path):
             stream = path.open("wb")
-        with stream:
+        with _closing(stream):
             yield stream
     else:
         with replacing(path) as file:

@@ -142,6 +142,8 @@ def _decode(raw: bytes) -> str:
 def _json_object(line: str) -> JsonObject:
     try:
         value = json.loads(line, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise LineError("invalid_json", f"the line is not JSON: {error.msg} at character {error.pos + 1}") from error
     except (ValueError, RecursionError) as error:
         raise LineError("invalid_json", f"the line is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -1,5 +1,6 @@
 """OpenAI's batch file format: its request lines, and their answers as the same API would give them."""
 
+import reprlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -60,7 +61,7 @@ def parse(number: int, line: JsonObject, base: SamplingParams) -> InputLine | Ba
         prompt: Prompt = (
             fields.messages("messages", body.get("messages")) if url == _CHAT_URL else _prompt(body.get("prompt"))
         )
-        model = fields.text("model", body.get("model", ""), "invalid_option")
+        model = "" if body.get("model") is None else fields.text("model", body["model"], "invalid_option")
     except LineError as error:
         return BadLine(number, line_id, error.type, str(error), "openai")
     return InputLine(number, line_id, prompt, params, "openai", model)
@@ -70,13 +71,13 @@ def _envelope(line: JsonObject) -> tuple[str, JsonObject]:
     """Return the URL and the body of a request line."""
     custom_id, method, url, body = (line.get(key) for key in ("custom_id", "method", "url", "body"))
     if not isinstance(custom_id, str):
-        raise LineError("invalid_request", f"custom_id is {custom_id!r}: it must be text")
+        raise LineError("invalid_request", f"custom_id is {reprlib.repr(custom_id)}: it must be text")
     if method != "POST":
-        raise LineError("invalid_request", f"method is {method!r}: it must be 'POST'")
+        raise LineError("invalid_request", f"method is {reprlib.repr(method)}: it must be 'POST'")
     if url not in (_CHAT_URL, _TEXT_URL):
-        raise LineError("invalid_request", f"url is {url!r}: it must be {_CHAT_URL} or {_TEXT_URL}")
+        raise LineError("invalid_request", f"url is {reprlib.repr(url)}: it must be {_CHAT_URL} or {_TEXT_URL}")
     if not isinstance(body, dict):
-        raise LineError("invalid_request", f"body is {body!r}: it must be an object with the request")
+        raise LineError("invalid_request", f"body is {reprlib.repr(body)}: it must be an object with the request")
     return url, body
 
 
