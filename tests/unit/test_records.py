@@ -202,21 +202,6 @@ def garbage_line(rng: random.Random) -> bytes:
     values = [None, 0, -1, 1e300, "", "\ud800", [], {}, [[]], [None], {"role": 1}, True, "x" * 50, [{}], 2**70]
     names = ("id", "prompt", "messages", "prompt_token_ids", "stop", "n", "seed", "temperature", "tools")
     names += ("custom_id", "body", "url", "method")
-        "id",
-        "prompt",
-        "messages",
-        "prompt_token_ids",
-        "stop",
-        "n",
-        "seed",
-        "custom_id",
-        "body",
-        "url",
-        "method",
-        "top_p",
-        "temperature",
-        "tools",
-    ]
     good = rng.choice(
         [
             {"id": 5, "prompt": "a"},
