@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable
 
 from mpi_tp.errors import ConfigurationError
 
-# Prefixes of wrappers around a model: data parallel and torch.compile.
-WRAPPERS = ("module.", "_orig_mod.")
+DATA_PARALLEL = "module."
 BASE_MODEL = "model."
+COMPILED = "_orig_mod."  # torch.compile, of the whole model or of each layer
 
 # Buffers that older checkpoints hold although they are computed, not learned. Nothing else is ever left out.
 NON_WEIGHTS = ("rotary_emb.inv_freq", "attn.masked_bias")
@@ -15,9 +15,10 @@ NON_WEIGHTS = ("rotary_emb.inv_freq", "attn.masked_bias")
 def canonical_names(names: Iterable[str], is_known: Callable[[str], bool]) -> dict[str, str]:
     """Map each source name to the family's name of the same tensor; `is_known` tells the family's names.
 
-    A name that is known as it stands is kept. Else the prefixes `module.`, `_orig_mod.` and `model.` in front are
-    taken away, and `model.` is put back where the family has it. Non-weights (`NON_WEIGHTS`) are left out. Raises
-    ConfigurationError for a name that matches nothing or more than one thing, and for two of one tensor.
+    A name that is known as it stands is kept. Else the prefixes `module.` and `model.` in front and `_orig_mod.`
+    wherever it stands are taken away, and `model.` is put back where the family has it. Non-weights (`NON_WEIGHTS`)
+    are left out. Raises ConfigurationError for a name that matches nothing or more than one thing, and for two of
+    one tensor.
     """
     canonical: dict[str, str] = {}
     sources: dict[str, str] = {}
@@ -45,8 +46,9 @@ def _matches(name: str, is_known: Callable[[str], bool]) -> list[str]:
 
 
 def _without_prefixes(name: str) -> str:
-    """Take all prefixes away from the front of `name`, in any order and number."""
-    while name.startswith((*WRAPPERS, BASE_MODEL)):
+    """Take all prefixes away, in any order and number."""
+    name = name.replace(COMPILED, "")
+    while name.startswith((DATA_PARALLEL, BASE_MODEL)):
         name = name.partition(".")[2]
     return name
 

@@ -31,8 +31,6 @@ def open_checkpoint(path: str | os.PathLike[str], quantised_dtype: torch.dtype =
     damaged, ConfigurationError if it is something else than a checkpoint.
     """
     source = Path(path)
-    if not source.exists():
-        raise FileError(f"{source} does not exist")
     if source.is_dir():
         return HuggingFaceReader(source)
     start = _first_bytes(source)

@@ -84,7 +84,8 @@ class CheckpointReader(Protocol):
 class SingleFile:
     """The part of a reader that is the same for every format of one file: descriptor, size, header digest.
 
-    Raises FileError if `path` cannot be opened.
+    A format parses its structure in `_parse`. Raises FileError if `path` cannot be opened, and whatever `_parse`
+    raises.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,6 +96,15 @@ class SingleFile:
             raise FileError(f"{path} cannot be opened: {error.strerror}") from error
         self.size = os.fstat(self.fd).st_size
         self._header_hash = xxhash.xxh3_128()
+        try:
+            self._parse()
+        except BaseException:
+            self.close()
+            raise
+
+    def _parse(self) -> None:
+        """Read and check everything but tensor data."""
+        raise NotImplementedError
 
     def read_header(self, offset: int, length: int, what: str) -> bytes:
         """Read `length` bytes that describe tensors; they become part of `header_digest`."""

@@ -1,5 +1,6 @@
 """Reader of a `.gguf` file under Hugging Face names: blocks dequantised, llama.cpp's order of q and k rows undone."""
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,9 @@ from sharder.formats.base import SingleFile, TensorSpec, byte_view, pread_into
 from sharder.formats.gguf_header import GgufTensor, parse_header
 from sharder.formats.gguf_translation import (
     ARCHITECTURES,
-    PERMUTED_ARCHITECTURES,
     ROPE_FACTORS,
     canonical_name,
-    head_counts,
+    interleaved_heads,
     translate_config,
 )
 
@@ -41,15 +41,18 @@ class GgufReader(SingleFile):
     kind = "gguf"
 
     def __init__(self, path: Path, quantised_dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__(path)
         self.quantised_dtype = quantised_dtype
+        super().__init__(path)
+
+    def _parse(self) -> None:
         with open(self.fd, "rb", closefd=False) as file:
-            header = parse_header(file, self.size, path)
+            header = parse_header(file, self.size, self.path)
         self.read_header(0, header.length, "the header")
         self.metadata = header.metadata
-        self._architecture = _check_architecture(header.metadata, path)
-        self._entries, self._rope_factors = _rename(header.tensors, path)
-        _check_dequantisable(self._entries, path)
+        _check_architecture(header.metadata, self.path)
+        self._entries, self._rope_factors = _rename(header.tensors, self.path)
+        self._interleaved = interleaved_heads(header.metadata, self._entries, self.path)
+        _check_dequantisable(self._entries, self.path)
 
     def __enter__(self) -> "GgufReader":
         return self
@@ -58,8 +61,7 @@ class GgufReader(SingleFile):
     def config(self) -> dict[str, Any] | None:
         """The metadata as a Hugging Face config. Raises ConfigurationError for what it cannot express."""
         shapes = {name: entry.shape for name, entry in self._entries.items()}
-        entry = self._rope_factors
-        factors = self._read_plain(entry, torch.float32) if entry else None
+        factors = self._read_entry(self._rope_factors).float() if self._rope_factors else None
         return translate_config(self.metadata, shapes, factors)
 
     def names(self) -> list[str]:
@@ -73,13 +75,17 @@ class GgufReader(SingleFile):
 
     def read(self, name: str) -> torch.Tensor:
         """Read and dequantise tensor `name`. Raises FileError."""
-        entry = self._entries[name]
-        stored = STORED_DTYPES.get(entry.stored_as)
-        tensor = self._read_plain(entry, stored) if stored else self._read_quantised(entry)
-        return self._restore_row_order(entry.name, tensor)
+        tensor = self._read_entry(self._entries[name])
+        if name not in self._interleaved:
+            return tensor
+        pairs = tensor.view(self._interleaved[name], -1, 2, *tensor.shape[1:])
+        return pairs.transpose(1, 2).reshape(tensor.shape)
 
-    def _read_plain(self, entry: GgufTensor, dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.empty(entry.shape, dtype=dtype)
+    def _read_entry(self, entry: GgufTensor) -> torch.Tensor:
+        """Read a tensor as the file orders its rows."""
+        if entry.stored_as not in STORED_DTYPES:
+            return self._read_quantised(entry)
+        tensor = torch.empty(entry.shape, dtype=STORED_DTYPES[entry.stored_as])
         pread_into(self.fd, byte_view(tensor), entry.offset, self.path, entry.name)
         return tensor
 
@@ -96,20 +102,9 @@ class GgufReader(SingleFile):
             slab.copy_(torch.from_numpy(gguf.dequantize(blocks, entry.stored_as)))
         return tensor
 
-    def _restore_row_order(self, gguf_name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Undo llama.cpp's interleaving of the two halves of each q and k head."""
-        if self._architecture not in PERMUTED_ARCHITECTURES:
-            return tensor
-        num_heads, num_kv_heads = head_counts(self.metadata)
-        heads = {"attn_q": num_heads, "attn_k": num_kv_heads}.get(gguf_name.split(".")[-2])
-        if heads is None:
-            return tensor
-        pairs = tensor.view(heads, -1, 2, *tensor.shape[1:])
-        return pairs.transpose(1, 2).reshape(tensor.shape)
 
-
-def _check_architecture(metadata: Any, path: Path) -> str:
-    """Return the architecture that the file names, if it is known."""
+def _check_architecture(metadata: Mapping[str, Any], path: Path) -> None:
+    """Refuse an unknown architecture, and a part of a model."""
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -118,7 +113,6 @@ def _check_architecture(metadata: Any, path: Path) -> str:
         raise ConfigurationError(
             f"{path} is one of {metadata['split.count']} parts; join them first: gguf-split --merge FIRST OUT"
         )
-    return str(architecture)
 
 
 def _rename(tensors: tuple[GgufTensor, ...], path: Path) -> tuple[dict[str, GgufTensor], GgufTensor | None]:

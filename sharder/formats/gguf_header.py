@@ -156,6 +156,8 @@ def _check_tensor(name: str, shape: tuple[int, ...], code: int, offset: int, pat
         stored_as = GGMLQuantizationType(code)
     except ValueError as error:
         raise ConfigurationError(f"{path}: {name} has type {code}, which this gguf package does not know") from error
+    if 0 in shape:
+        raise FileError(f"{path} is damaged: {name} has the shape {list(shape)}")
     block_elements = GGML_QUANT_SIZES[stored_as][0]
     if shape[-1] % block_elements:
         raise FileError(

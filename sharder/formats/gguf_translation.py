@@ -2,17 +2,19 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from mpi_tp.errors import ConfigurationError
+from mpi_tp.errors import ConfigurationError, FileError
+from sharder.formats.gguf_header import GgufTensor
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 # llama.cpp rotates neighbouring pairs for these, so its converter interleaves the rows of q and k.
-PERMUTED_ARCHITECTURES = frozenset({"llama"})
+INTERLEAVED_ARCHITECTURES = frozenset({"llama"})
 
 # Not a weight: the llama3 frequency factors, which the config holds in another form.
 ROPE_FACTORS = "rope_freqs.weight"
@@ -38,7 +40,7 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 
 def canonical_name(name: str) -> str | None:
     """Return the Hugging Face name of a GGUF tensor, or None if it has none."""
-    match = re.fullmatch(r"(?:blk\.(?P<block>\d+)\.)?(?P<stem>\w+)\.(?P<kind>weight|bias)", name)
+    match = re.fullmatch(r"(?:blk\.(?P<block>[0-9]+)\.)?(?P<stem>\w+)\.(?P<kind>weight|bias)", name)
     if not match:
         return None
     block, stem, kind = match["block"], match["stem"], match["kind"]
@@ -47,13 +49,21 @@ def canonical_name(name: str) -> str | None:
     return f"model.layers.{block}.{BLOCK_NAMES[stem]}.{kind}" if stem in BLOCK_NAMES else None
 
 
-def head_counts(metadata: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of query and of KV heads. Raises ConfigurationError if they differ between layers."""
-    num_heads = _required(metadata, "attention.head_count")
-    num_kv_heads = _optional(metadata, "attention.head_count_kv", num_heads)
-    if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int):
-        raise ConfigurationError(f"head counts differ between layers ({num_heads}, {num_kv_heads}): not supported")
-    return num_heads, num_kv_heads
+def interleaved_heads(metadata: Mapping[str, Any], entries: Mapping[str, GgufTensor], path: Path) -> dict[str, int]:
+    """Return, by canonical name, the tensors whose rows the converter interleaved and their numbers of heads.
+
+    Raises ConfigurationError for missing head counts, FileError for rows that they do not divide into pairs.
+    """
+    if metadata["general.architecture"] not in INTERLEAVED_ARCHITECTURES:
+        return {}
+    num_heads, num_kv_heads = _head_counts(metadata)
+    heads_of = {"q_proj": num_heads, "k_proj": num_kv_heads}
+    interleaved = {name: heads_of[name.split(".")[-2]] for name in entries if name.split(".")[-2] in heads_of}
+    for name, heads in interleaved.items():
+        rows = entries[name].shape[0]
+        if rows % (2 * heads):
+            raise FileError(f"{path} is damaged: {entries[name].name} has {rows} rows for {heads} heads")
+    return interleaved
 
 
 def translate_config(
@@ -65,27 +75,27 @@ def translate_config(
     missing field, and for what such a config cannot express.
     """
     architecture = metadata["general.architecture"]
-    hidden_size = _required(metadata, "embedding_length")
-    num_heads, num_kv_heads = head_counts(metadata)
-    head_dim = _optional(metadata, "attention.key_length", hidden_size // num_heads)
+    hidden_size = _count(metadata, "embedding_length")
+    num_heads, num_kv_heads = _head_counts(metadata)
+    head_dim = _count(metadata, "attention.key_length", hidden_size // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if _optional(metadata, key, head_dim) != head_dim:
             raise ConfigurationError(
                 f"{key} is {_optional(metadata, key, None)}, the head size {head_dim}: not supported"
             )
-    rope_theta = _decimal(_optional(metadata, "rope.freq_base", 10000.0))
+    rope_theta = _number(metadata, "rope.freq_base", 10000.0)
     config = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
         "hidden_size": hidden_size,
-        "intermediate_size": _required(metadata, "feed_forward_length"),
-        "num_hidden_layers": _required(metadata, "block_count"),
+        "intermediate_size": _count(metadata, "feed_forward_length"),
+        "num_hidden_layers": _count(metadata, "block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": _decimal(_required(metadata, "attention.layer_norm_rms_epsilon")),
-        "max_position_embeddings": _required(metadata, "context_length"),
+        "rms_norm_eps": _number(metadata, "attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": _count(metadata, "context_length"),
         "rope_theta": rope_theta,
         "rope_scaling": _rope_scaling(metadata, rope_theta, head_dim, rope_factors),
         "vocab_size": shapes["model.embed_tokens.weight"][0],
@@ -109,17 +119,18 @@ def _rope_scaling(
     metadata: Mapping[str, Any], rope_theta: float, head_dim: int, rope_factors: torch.Tensor | None
 ) -> dict[str, Any] | None:
     """Return the `rope_scaling` of a Hugging Face config, None for plain rotary embeddings."""
-    kind = _optional(metadata, "rope.scaling.type", "none")
+    kind = _optional(metadata, "rope.scaling.type", "linear")  # llama.cpp's default, with a factor of 1
     if rope_factors is not None:
         factor = float(f"{rope_factors.max().item():.6g}")
         expected = llama3_rope_factors(rope_theta, head_dim, factor)
         if rope_factors.shape != expected.shape or not torch.allclose(rope_factors, expected, rtol=1e-4):
             raise ConfigurationError(f"{ROPE_FACTORS} is not Llama 3's rotary scaling; give --model-config")
         return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
-    if kind == "none":
+    factor = _number(metadata, "rope.scaling.factor", _optional(metadata, "rope.scale_linear", 1.0))
+    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
         return None
     if kind == "linear":
-        return {"rope_type": "linear", "factor": _decimal(_required(metadata, "rope.scaling.factor"))}
+        return {"rope_type": "linear", "factor": factor}
     raise ConfigurationError(f"rotary scaling {kind} of a GGUF file is not supported (linear, llama3 are)")
 
 
@@ -130,10 +141,18 @@ def _token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
     return {field: metadata[key] for field, key in keys.items() if key in metadata}
 
 
-def _required(metadata: Mapping[str, Any], key: str) -> Any:
-    value = _optional(metadata, key, None)
-    if value is None:
-        raise ConfigurationError(f"GGUF metadata has no {metadata['general.architecture']}.{key}")
+def _head_counts(metadata: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of query and of KV heads."""
+    num_heads = _count(metadata, "attention.head_count")
+    return num_heads, _count(metadata, "attention.head_count_kv", num_heads)
+
+
+def _count(metadata: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = _optional(metadata, key, default)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigurationError(
+            f"GGUF metadata: {metadata['general.architecture']}.{key} is {value}, needed is one number above 0"
+        )
     return value
 
 
@@ -141,6 +160,11 @@ def _optional(metadata: Mapping[str, Any], key: str, default: Any) -> Any:
     return metadata.get(f"{metadata['general.architecture']}.{key}", default)
 
 
-def _decimal(value: float) -> float:
-    """Undo the rounding of a decimal constant to float32: 9.999999747378752e-06 was meant as 1e-05."""
+def _number(metadata: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """Return a number, with the rounding of a decimal constant to float32 undone (9.999999747378752e-06: 1e-05)."""
+    value = _optional(metadata, key, default)
+    if not isinstance(value, (int, float)):
+        raise ConfigurationError(
+            f"GGUF metadata: {metadata['general.architecture']}.{key} is {value}, needed is a number"
+        )
     return float(str(np.float32(value)))

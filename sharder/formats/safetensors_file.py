@@ -58,15 +58,14 @@ class SafetensorsReader(SingleFile):
     kind = "safetensors"
     config: dict[str, Any] | None = None
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def _parse(self) -> None:
         length = int.from_bytes(self.read_header(0, LENGTH_BYTES, "the header's length"), "little")
         if length > MAX_HEADER_BYTES:
-            raise FileError(f"{path} is damaged: a header of {length} bytes, allowed are {MAX_HEADER_BYTES}")
+            raise FileError(f"{self.path} is damaged: a header of {length} bytes, allowed are {MAX_HEADER_BYTES}")
         self._data_start = LENGTH_BYTES + length
-        header = _parse_json(self.read_header(LENGTH_BYTES, length, "the header"), path)
+        header = _parse_json(self.read_header(LENGTH_BYTES, length, "the header"), self.path)
         entries = [
-            (name, _parse_entry(name, fields, path)) for name, fields in header.items() if name != "__metadata__"
+            (name, _parse_entry(name, fields, self.path)) for name, fields in header.items() if name != "__metadata__"
         ]
         self._entries = dict(sorted(entries, key=lambda item: (item[1].begin, item[1].end)))
         self._check_coverage()
@@ -126,17 +125,16 @@ def _parse_json(header: bytes, path: Path) -> dict[str, Any]:
 
 def _parse_entry(name: str, fields: Any, path: Path) -> _Entry:
     """Check the header's fields of one tensor."""
-    try:
-        code, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise FileError(f"{path} is damaged: {name} has no valid dtype, shape and data_offsets") from error
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-        raise FileError(f"{path} is damaged: {name} has shape {list(shape)}, offsets {begin} and {end}")
+    match fields:
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [begin, end]}:
+            numbers = [*shape, begin, end]
+        case _:
+            raise FileError(f"{path} is damaged: {name} has no valid dtype, shape and data_offsets")
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
+        raise FileError(f"{path} is damaged: {name} has shape {shape}, offsets {begin} and {end}")
     if code not in DTYPES:
         raise ConfigurationError(f"{path}: {name} has dtype {code}; known are {', '.join(DTYPES)}")
-    spec = TensorSpec(DTYPES[code], shape)
+    spec = TensorSpec(DTYPES[code], tuple(shape))
     if end - begin != spec.nbytes:
-        raise FileError(
-            f"{path} is damaged: {name} takes {end - begin} bytes, {code} {list(shape)} is {spec.nbytes} bytes"
-        )
+        raise FileError(f"{path} is damaged: {name} takes {end - begin} bytes, {code} {shape} is {spec.nbytes} bytes")
     return _Entry(spec, begin, end)

@@ -10,7 +10,8 @@ writer, and so gives wrong ones, silently, for an archive that another tool has 
 import io
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -57,12 +58,11 @@ class TorchFileReader(SingleFile):
 
     kind = "torch"
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def _parse(self) -> None:
         pickled, records = self._read_archive()
-        state_dict, self.config = _split_config(_unpickle(pickled, records, path), path)
+        state_dict, self.config = _split_config(_unpickle(pickled, records, self.path), self.path)
         sizes = {record.offset: record.size for record in records.values()}
-        self._entries = {name: _locate(name, tensor, sizes, path) for name, tensor in state_dict.items()}
+        self._entries = {name: _locate(name, tensor, sizes, self.path) for name, tensor in state_dict.items()}
 
     def __enter__(self) -> "TorchFileReader":
         return self
@@ -84,21 +84,21 @@ class TorchFileReader(SingleFile):
 
     def _read_archive(self) -> tuple[bytes, dict[str, _Record]]:
         """Return `data.pkl` and, by key, the records of the storages."""
-        try:
-            with open(self.fd, "rb", closefd=False) as file, zipfile.ZipFile(file) as archive:
-                members = {member.filename: member for member in archive.infolist()}
-                root = _find_root(members, self.path)
-                _check_members(archive, members, root, self.path)
-                pickled = archive.read(f"{root}/data.pkl")
-        except (zipfile.BadZipFile, EOFError) as error:
-            raise FileError(f"{self.path} is damaged or truncated: {error}; get it again") from error
+        with open(self.fd, "rb", closefd=False) as file, _zip_errors(self.path), zipfile.ZipFile(file) as archive:
+            members = {member.filename: member for member in archive.infolist()}
+            root = _find_root(members, self.path)
+            byte_order = archive.read(f"{root}/byteorder") if f"{root}/byteorder" in members else b"little"
+            pickled = archive.read(f"{root}/data.pkl")
+        if byte_order != b"little":
+            raise ConfigurationError(f"{self.path} was saved on a {byte_order!r}-endian machine; {RESAVE} here")
         self._header_hash.update(pickled)
         prefix = f"{root}/data/"
-        records = {name[len(prefix) :]: member for name, member in members.items() if name.startswith(prefix)}
-        return pickled, {key: self._locate_record(member) for key, member in sorted(records.items())}
+        data = {name[len(prefix) :]: member for name, member in members.items() if name.startswith(prefix)}
+        return pickled, {key: self._locate_record(member) for key, member in sorted(data.items())}
 
     def _locate_record(self, member: zipfile.ZipInfo) -> _Record:
         """Find a member's data behind its local header, whose length only the header itself tells."""
+        self._header_hash.update(f"{member.filename} {member.file_size} {member.CRC}".encode())
         header = self.read_header(member.header_offset, LOCAL_HEADER.size, f"zip record {member.filename}")
         signature, name_length, extra_length = LOCAL_HEADER.unpack(header)
         record = _Record(member.header_offset + LOCAL_HEADER.size + name_length + extra_length, member.file_size)
@@ -110,24 +110,26 @@ class TorchFileReader(SingleFile):
         return record
 
 
+@contextmanager
+def _zip_errors(path: Path) -> Iterator[None]:
+    """Turn what zipfile raises for a damaged archive into a FileError."""
+    try:
+        yield
+    except (zipfile.BadZipFile, OSError, EOFError, RuntimeError) as error:
+        raise FileError(f"{path} is damaged or truncated: {error}; get it again") from error
+
+
 def _find_root(members: Mapping[str, zipfile.ZipInfo], path: Path) -> str:
-    """Return the one top-level folder of the archive."""
+    """Return the one top-level folder of the archive, whose records must lie in it as they are."""
     roots = [name.split("/")[0] for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(roots) != 1:
         raise ConfigurationError(f"{path} is a zip archive without data.pkl, not a torch.save file")
     if f"{roots[0]}/constants.pkl" in members:
         raise ConfigurationError(f"{path} is a TorchScript archive, which holds code; {RESAVE}")
-    return roots[0]
-
-
-def _check_members(archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], root: str, path: Path) -> None:
-    """Refuse what cannot be read as plain little-endian bytes."""
     packed = [name for name, member in members.items() if member.compress_type != zipfile.ZIP_STORED]
     if packed:
         raise ConfigurationError(f"{path}: zip record {packed[0]} is compressed; {RESAVE}")
-    byte_order = f"{root}/byteorder"
-    if byte_order in members and archive.read(byte_order) != b"little":
-        raise ConfigurationError(f"{path} was saved on a big-endian machine; {RESAVE} on a little-endian one")
+    return roots[0]
 
 
 class _StructureUnpickler(Unpickler):
@@ -194,7 +196,8 @@ def _locate(name: str, tensor: torch.Tensor, sizes: Mapping[int, int], path: Pat
         )
     start = int(tensor.storage_offset()) * tensor.element_size()
     storage_offset = tensor.untyped_storage()._checkpoint_offset
-    assert storage_offset is not None, name
+    if storage_offset is None:
+        raise ConfigurationError(f"{path}: {name} has no data, it was saved from the meta device")
     end, size = start + span * tensor.element_size(), sizes[storage_offset]
     if end > size:
         raise FileError(f"{path} is damaged: {name} ends at byte {end} of its storage, which has {size}")
