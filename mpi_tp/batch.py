@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from mpi_tp.engine.engine import Engine, Outcome
 from mpi_tp.engine.request import RequestError
-from mpi_tp.errors import ConfigurationError
 from mpi_tp.line_feed import Line, LineFeed
 from mpi_tp.records import BadLine, InputLine, OrderedWriter, error_record, record
-from mpi_tp.tokenizer import Tokenizer
+from mpi_tp.records.lines import JsonObject
 
 KEEP_ALIVE_SECONDS = 1.0
 """How often the other ranks hear from rank 0 while it waits for input."""
@@ -17,9 +16,10 @@ KEEP_ALIVE_SECONDS = 1.0
 
 @dataclass
 class BatchFigures:
-    """What a batch did; seconds are counted from its first line."""
+    """What a batch has done so far; seconds are counted from its start."""
 
     num_lines: int = 0
+    num_records: int = 0
     num_errors: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -30,9 +30,9 @@ class BatchFigures:
 class Batch:
     """Keeps the engine supplied with lines and the writer with records until the input ends."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, feed: LineFeed, writer: OrderedWriter) -> None:
+    def __init__(self, engine: Engine, feed: LineFeed, writer: OrderedWriter) -> None:
         self._engine = engine
-        self._tokenizer = tokenizer
+        self._tokenizer = engine.tokenizer
         self._feed = feed
         self._writer = writer
         self._in_flight: dict[int, InputLine] = {}
@@ -71,23 +71,11 @@ class Batch:
             self._write_error(sequence, line)
             return
         try:
-            self._engine.submit(sequence, self._encode(line), line.params)
+            self._engine.submit(sequence, line.prompt, line.params)
         except RequestError as error:
             self._write_error(sequence, line.refused(error.kind, str(error)))
         else:
             self._in_flight[sequence] = line
-
-    def _encode(self, line: InputLine) -> list[int]:
-        if isinstance(line.prompt, list) and all(isinstance(token, int) for token in line.prompt):
-            return [token for token in line.prompt if isinstance(token, int)]
-        if self._tokenizer is None:
-            raise RequestError("no_tokenizer", "the shard set has no tokenizer: give prompt_token_ids")
-        if isinstance(line.prompt, str):
-            return self._tokenizer.encode(line.prompt)
-        try:
-            return self._tokenizer.encode_chat([message for message in line.prompt if isinstance(message, dict)])
-        except (ConfigurationError, ValueError) as error:
-            raise RequestError("invalid_prompt", str(error)) from error
 
     def _write_outcome(self, outcome: Outcome) -> None:
         line = self._in_flight.pop(outcome.key)
@@ -96,11 +84,15 @@ class Batch:
             return
         self.figures.prompt_tokens += outcome.prompt_tokens
         self.figures.completion_tokens += sum(len(completion.token_ids) for completion in outcome.completions)
-        self._writer.write(outcome.key, record(line, outcome.prompt_tokens, outcome.completions, self._token_text))
+        self._write(outcome.key, record(line, outcome.prompt_tokens, outcome.completions, self._token_text))
 
     def _write_error(self, sequence: int, line: BadLine) -> None:
         self.figures.num_errors += 1
-        self._writer.write(sequence, error_record(line))
+        self._write(sequence, error_record(line))
+
+    def _write(self, sequence: int, json_object: JsonObject) -> None:
+        self._writer.write(sequence, json_object)
+        self.figures.num_records += 1
 
     def _token_text(self, token: int) -> str:
         return self._tokenizer.decode([token]) if self._tokenizer else f"token_id:{token}"

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -25,6 +24,11 @@ class LoadFigures:
 
     num_bytes: int
     seconds: float
+
+
+def weights_dtype(shards: ShardSet) -> torch.dtype:
+    """Return the dtype of the set's matrices; vectors, like those of the norms, may have another."""
+    return next(entry.dtype for entry in shards.manifest.tensors.values() if len(entry.planned.shape) == 2)
 
 
 def check_plan(shards: ShardSet) -> Plan:
@@ -49,7 +53,7 @@ def load_model(
     kernels: Kernels,
     device: torch.device,
     on_progress: Callable[[], None],
-) -> tuple[Any, LoadFigures]:
+) -> tuple[CausalLM | MLPStack, LoadFigures]:
     """Build the set's model from this rank's file, tensor by tensor; `on_progress` is called after each.
 
     Raises FileError for damaged data, ConfigurationError for a set of another plan.

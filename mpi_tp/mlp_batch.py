@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -10,10 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpi_tp.comm.base import Communicator
+from mpi_tp.config import MLPConfig
 from mpi_tp.errors import ConfigurationError, FileError, UsageError
+from mpi_tp.infer_options import InferOptions
+from mpi_tp.launch import Job
 from mpi_tp.models.mlp_stack import MLPStack
 from mpi_tp.records.atomic import replacing, write_errors
+from mpi_tp.session import MachineOptions, open_session
+from mpi_tp.shards.reader import ShardSet
 
 RANDOM_ROWS = 8
 """Size of the batch that is made up when no input is given."""
@@ -40,17 +43,23 @@ def check_output(output: Path | None) -> None:
         raise UsageError(f"--output {output}: a model of linear layers writes .npy or .h5 files")
 
 
-def run_rows(
-    model: MLPStack, rows: torch.Tensor, comm: Communicator, batch_size: int, on_step: Callable[[], None]
-) -> torch.Tensor:
-    """Return the outputs [rows, outputs] on every rank; rank 0's `rows` [rows, inputs] are everyone's."""
-    comm.broadcast(rows)
+def serve_rows(job: Job, shards: ShardSet, config: MLPConfig, options: InferOptions, machine: MachineOptions) -> None:
+    """Run all rows of the input through the stack and write the outputs; collective."""
+    with job.phase("reading the input"):
+        check_output(options.output)
+        source = options.input if isinstance(options.input, Path) else None
+        rows = read_rows(source, config.layer_sizes[0], options.sampling.seed)[: options.limit]
+    session = open_session(job, shards, machine)
+    assert isinstance(session.model, MLPStack)
+    dtype = session.kernels.activation_dtype or session.dtype
     outputs = []
-    with torch.inference_mode():
-        for batch in rows.split(batch_size):
-            outputs.append(model(batch))
-            on_step()
-    return torch.cat(outputs)
+    with job.phase("computing"), torch.inference_mode():
+        for batch in torch.from_numpy(rows).split(machine.max_batch_size):
+            outputs.append(session.model(batch.to(session.device, dtype)).float().cpu())
+            job.progress()
+    with job.phase("writing the output"):
+        if job.rank == 0:
+            write_rows(options.output, torch.cat(outputs).numpy())
 
 
 def write_rows(output: Path | None, rows: NDArray[np.float32]) -> None:

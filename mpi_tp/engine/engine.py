@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from mpi_tp.comm.base import Communicator
 from mpi_tp.engine.kv_cache import BLOCK_SIZE
+from mpi_tp.engine.prompt import Prompt, encode_prompt
 from mpi_tp.engine.request import Completion, RequestError, SamplingParams
 from mpi_tp.engine.runner import Runner
 from mpi_tp.engine.sampler import choose_token, log_probability
@@ -51,7 +52,7 @@ class Engine:
         self._comm = comm
         self._runner = runner
         self._scheduler = scheduler
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._context_length = context_length
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
@@ -69,20 +70,21 @@ class Engine:
         """Whether every submitted request has its outcome."""
         return self._scheduler.is_idle
 
-    def submit(self, key: Any, prompt_ids: list[int], params: SamplingParams) -> None:
+    def submit(self, key: Any, prompt: Prompt, params: SamplingParams) -> None:
         """Queue a prompt under a `key` that no request in flight has.
 
-        Raises RequestError if it is empty, holds ids outside the vocabulary, fills the context, needs more cache than
-        there is, or asks for stop strings of a model without tokenizer.
+        Raises RequestError if it cannot be encoded, is empty, holds ids outside the vocabulary, fills the context,
+        needs more cache than there is, or asks for stop strings of a model without tokenizer.
         """
+        prompt_ids = encode_prompt(prompt, self.tokenizer)
         self._check(prompt_ids, params)
         max_length = self._max_length(prompt_ids, params)
         sequences = [
             Sequence(params, sample, list(prompt_ids), len(prompt_ids), max_length) for sample in range(params.n)
         ]
-        if params.stop and self._tokenizer:
+        if params.stop and self.tokenizer:
             for sequence in sequences:
-                sequence.stop_watcher = StopWatcher(self._tokenizer, params.stop)
+                sequence.stop_watcher = StopWatcher(self.tokenizer, params.stop)
         self._samples[key] = sequences
         self._scheduler.add(sequences)
 
@@ -128,7 +130,7 @@ class Engine:
                 f"prompt and answer may take {max_length} tokens, more than the key/value cache holds: "
                 "raise --kv-memory or lower max_new_tokens",
             )
-        if params.stop and self._tokenizer is None:
+        if params.stop and self.tokenizer is None:
             raise RequestError("no_tokenizer", "stop strings need a tokenizer, and the shard set has none")
 
     def _max_length(self, prompt_ids: list[int], params: SamplingParams) -> int:
@@ -167,7 +169,7 @@ class Engine:
         assert sequence.finish_reason is not None
         text = sequence.stopped_text
         if text is None:
-            text = self._tokenizer.decode(sequence.generated) if self._tokenizer else ""
+            text = self.tokenizer.decode(sequence.generated) if self.tokenizer else ""
         logprobs = sequence.logprobs if sequence.params.logprobs else None
         return Completion(text, sequence.generated, sequence.finish_reason, logprobs)
 

@@ -37,7 +37,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
 
     Raises ConfigurationError naming the architecture and ours if it is none of them.
     """
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type not in FAMILIES:
         named = config.get("architectures") or model_type
         raise ConfigurationError(f"model_type {model_type!r} ({named}) is not supported: we have {', '.join(FAMILIES)}")
