@@ -105,7 +105,7 @@ class _Parser:
         if not fields.is_scalar(line_id):
             return BadLine(number, number, "invalid_id", f"id is {reprlib.repr(line_id)}: it must be text or a number")
         try:
-            for name in fields.NEUTRAL_VALUES.keys() & line.keys():
+            for name in sorted(fields.NEUTRAL_VALUES.keys() & line.keys()):
                 fields.refuse_unsupported(name, line[name])
             params = fields.sampling_params(line, _OPTION_NAMES, self._base(number))
             return InputLine(number, line_id, self._prompt(line), params)

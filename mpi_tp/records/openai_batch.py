@@ -54,7 +54,7 @@ def parse(number: int, line: JsonObject, base: SamplingParams) -> InputLine | Ba
     try:
         url, body = _envelope(line)
         prompt_key = "messages" if url == _CHAT_URL else "prompt"
-        for name in body.keys() - _OPTION_NAMES.keys() - _WITHOUT_EFFECT - {prompt_key}:
+        for name in sorted(body.keys() - _OPTION_NAMES.keys() - _WITHOUT_EFFECT - {prompt_key}):
             fields.refuse_unsupported(name, body[name])
         options = body if url == _CHAT_URL else body | {"logprobs": _text_logprobs(body.get("logprobs"))}
         params = fields.sampling_params(options, _OPTION_NAMES, base)

@@ -93,6 +93,11 @@ def test_what_would_change_the_result_is_refused_by_name(tmp_path: Path, option:
         assert next(iter(option)) in bad.message
 
 
+def test_of_several_unsupported_options_always_the_same_is_named(tmp_path: Path):
+    options = {f"option_{letter}": 1 for letter in "hgfedcba"}
+    assert "option_a" in bad_line(tmp_path, request(CHAT, **options)).message
+
+
 @pytest.mark.parametrize(
     ("change", "type", "told"),
     [
