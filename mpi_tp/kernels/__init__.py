@@ -27,7 +27,7 @@ def select(device: torch.device, numerics: str, dtype: torch.dtype) -> Kernels:
         )
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigurationError(
-            f"--numerics invariant takes float32, bfloat16 or float16 weights, but these are {dtype}: use --numerics fast"
+            f"--numerics invariant takes float32, bfloat16 or float16 weights, these are {dtype}: use --numerics fast"
         )
     from mpi_tp.kernels.invariant import InvariantKernels
 

@@ -1,0 +1,129 @@
+"""Kernels whose results do not depend on the batch, the rank count or the schedule: the CPU's default.
+
+The bits of a row of a result depend on that row and the weights alone. Activations and the key/value cache are
+float32 whatever the weights; float32 and bfloat16 weights stay as they are, float16 ones are widened (exactly).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpi_tp.kernels import invariant_attention, invariant_linear, invariant_rows
+from mpi_tp.kernels.base import AttentionInputs
+from mpi_tp.kernels.simd import LANES
+
+UNLIMITED = 2**62
+"""A window wider than any sequence."""
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [N, K] as tiles [N / LANES rounded up, K, LANES], float32 or bfloat16."""
+
+    tiles: torch.Tensor
+    size: int
+    """N, without the zero rows that fill the last tile."""
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows [len(ids), K] in float32."""
+        return self.tiles[ids // LANES, :, ids % LANES].float()
+
+    def numpy(self) -> Any:
+        """Return the tiles as an array, bfloat16 as uint16."""
+        return (self.tiles.view(torch.uint16) if self.tiles.dtype == torch.bfloat16 else self.tiles).numpy()
+
+
+def _array(x: torch.Tensor) -> Any:
+    return x.contiguous().numpy()
+
+
+class InvariantKernels:
+    """The `Kernels` protocol in loops compiled for this CPU, one thread a rank."""
+
+    activation_dtype: torch.dtype | None = torch.float32
+
+    def prepare(self, weight_NK: torch.Tensor) -> PackedWeight:
+        """Return the weight [N, K] in tiles."""
+        size, inputs = weight_NK.shape
+        dtype = torch.bfloat16 if weight_NK.dtype == torch.bfloat16 else torch.float32
+        tiles = torch.zeros(-(-size // LANES), inputs, LANES, dtype=dtype)
+        for tile, rows in enumerate(weight_NK.split(LANES)) if size else ():
+            tiles[tile, :, : rows.shape[0]] = rows.T
+        return PackedWeight(tiles, size)
+
+    def linear(self, x_TK: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x · weightᵀ + bias [T, N]."""
+        y_TN = torch.zeros(x_TK.shape[0], weight.tiles.shape[0] * LANES)
+        bfloat16 = weight.tiles.dtype == torch.bfloat16
+        multiply = invariant_linear.multiply_bfloat16 if bfloat16 else invariant_linear.multiply_float32
+        multiply(_array(x_TK), weight.numpy(), y_TN.numpy())
+        y_TN = y_TN[:, : weight.size].contiguous()
+        return y_TN if bias_N is None else y_TN.add_(bias_N)
+
+    def embedding(self, ids_T: torch.Tensor, weight: PackedWeight, start: int) -> torch.Tensor:
+        """Return the rows [T, K] of the ids in start … start + N - 1, zeros for the others."""
+        known = (ids_T >= start) & (ids_T < start + weight.size)
+        y_TK = torch.zeros(ids_T.shape[0], weight.tiles.shape[1])
+        y_TK[known] = weight.rows(ids_T[known] - start)
+        return y_TK
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Return x [..., K] over its root mean square, times `weight` [K]; the statistics are in float64."""
+        y = torch.empty(x.shape)
+        rows = -1, x.shape[-1]
+        invariant_rows.rms_norm(_array(x.reshape(rows)), _array(weight.float()), eps, y.view(rows).numpy())
+        return y
+
+    def rotary(self, x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+        """Rotate heads [T, H, D] by position, halves together."""
+        y_THD = torch.empty(x_THD.shape)
+        invariant_rows.rotary(_array(x_THD), _array(cos_TD), _array(sin_TD), y_THD.numpy())
+        return y_THD
+
+    def silu_mul(self, gate_TN: torch.Tensor, up_TN: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up [T, N]."""
+        y_TN = torch.empty(gate_TN.shape)
+        invariant_rows.silu_mul(_array(gate_TN.reshape(-1)), _array(up_TN.reshape(-1)), y_TN.view(-1).numpy())
+        return y_TN
+
+    def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """Return relu, gelu (exact, by erf), silu, tanh or none of x."""
+        if name in ("relu", "none"):
+            return x.relu() if name == "relu" else x.clone()
+        y = torch.empty(x.shape)
+        loops = {"gelu": invariant_rows.gelu, "silu": invariant_rows.silu, "tanh": invariant_rows.tanh}
+        loops[name](_array(x.reshape(-1)), y.view(-1).numpy())
+        return y
+
+    def write_kv(
+        self, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slots_T: torch.Tensor
+    ) -> None:
+        """Store keys and values [T, G, D] in the caches [P, S, G, D] at their slots."""
+        for stored, new in zip(cache, (k_TGD, v_TGD), strict=True):
+            invariant_attention.store(_array(new), stored.numpy(), _array(slots_T))
+
+    def attention(
+        self,
+        q_THD: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        kv_index_H: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Return causal attention [T, H, D] of each token over its own sequence."""
+        y_THD = torch.empty(q_THD.shape)
+        keys, values = (stored.numpy() for stored in cache)
+        places = (inputs.positions, inputs.sequence_ids, inputs.block_tables)
+        limit = UNLIMITED if window is None else window
+        where = (_array(part) for part in (kv_index_H, *places))
+        invariant_attention.attend(_array(q_THD), keys, values, *where, scale, limit, y_THD.numpy())
+        return y_THD
+
+    def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return float32 log-probabilities [..., V] of logits [..., V]."""
+        y = torch.empty(logits.shape)
+        rows = -1, logits.shape[-1]
+        invariant_rows.log_softmax(_array(logits.float().reshape(rows)), y.view(rows).numpy())
+        return y

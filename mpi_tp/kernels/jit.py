@@ -1,0 +1,52 @@
+"""How kernels are compiled: ahead of the first call, for this CPU, and kept on disk for the next process."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding
+
+
+def _cache_folder() -> Path:
+    """Return the folder for this version of these sources on this kind of CPU.
+
+    numba itself notices neither a change in a file that a kernel calls into, nor two kinds of CPU that share a home.
+    """
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    facts = [path.read_bytes() for path in sources]
+    facts += [str(part).encode() for part in (llvmlite.binding.get_host_cpu_name(), llvmlite.__version__)]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "mpi-tp" / f"kernels-{hashlib.sha256(b''.join(facts)).hexdigest()[:16]}"
+
+
+# Vector math libraries compute the last elements of a row by other code than the rest. numba reads both at import.
+os.environ.setdefault("NUMBA_DISABLE_INTEL_SVML", "1")
+os.environ.setdefault("NUMBA_CACHE_DIR", str(_cache_folder()))
+
+import numba  # noqa: E402
+import numba.core.config  # noqa: E402
+import numba.extending  # noqa: E402
+
+numba.core.config.reload_config()
+
+intrinsic: Callable[[Callable[..., Any]], Any] = numba.extending.intrinsic(prefer_literal=True)
+"""Decorator of a function that writes LLVM code; integers written out in a call reach it as literals."""
+
+
+def kernel(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile a function for the one `signature` at definition; without a folder to write to, for this process alone.
+
+    Multiplications and additions are fused only where the source says so (`simd.fma`), and never reordered.
+    """
+
+    def compile_now(function: Callable[..., Any]) -> Callable[..., Any]:
+        try:
+            return numba.njit([signature], cache=True, nogil=True)(function)
+        except RuntimeError as error:
+            if "cannot cache function" not in str(error):
+                raise
+            return numba.njit([signature], nogil=True)(function)
+
+    return compile_now

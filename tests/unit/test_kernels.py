@@ -1,0 +1,217 @@
+"""Both kernel sets against plain references in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mpi_tp.errors import ConfigurationError
+from mpi_tp.kernels import select
+from mpi_tp.kernels.base import AttentionInputs, Kernels
+
+CPU = torch.device("cpu")
+BOTH = pytest.mark.parametrize("numerics", ["invariant", "fast"])
+
+
+def kernels_for(numerics: str) -> Kernels:
+    return select(CPU, numerics, torch.float32)
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def paged(lengths: list[int], counts: list[int], block_size: int, seed: int) -> tuple[AttentionInputs, int]:
+    """Return inputs for the last `counts` tokens of sequences of `lengths`, blocks shuffled; and the blocks in use."""
+    rng = np.random.default_rng(seed)
+    needed = [-(-length // block_size) for length in lengths]
+    blocks = rng.permutation(sum(needed) + 3)
+    tables = np.zeros((len(lengths), max(needed) + 1), np.int32)
+    for row, (end, size) in enumerate(zip(np.cumsum(needed), needed, strict=True)):
+        tables[row, :size] = blocks[end - size : end]
+    positions = np.concatenate([np.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)])
+    ids = np.repeat(np.arange(len(lengths)), counts)
+    slots = tables[ids, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    return AttentionInputs(*map(torch.from_numpy, (positions, ids, tables, slots))), len(blocks)
+
+
+def plain_attention(q, k, v, kv_index, scale, window):
+    """Attention of the last tokens [C, H, D] of one sequence over its keys and values [L, G, D], in float64."""
+    q, k, v = (x.double() for x in (q, k[:, kv_index], v[:, kv_index]))
+    last = torch.arange(len(k) - len(q), len(k))[:, None]
+    keys = torch.arange(len(k))
+    hidden = (keys > last) | (keys <= last - (window or len(k)))
+    scores = torch.einsum("chd,lhd->hcl", q, k) * scale
+    return torch.einsum("hcl,lhd->chd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "outputs"), [(1, 576, 97), (7, 300, 64), (3, 1, 5), (0, 8, 16), (4, 0, 3), (2, 9, 0)]
+)
+def test_linear(numerics, dtype, tokens, inputs, outputs):
+    kernels = select(CPU, numerics, dtype)
+    weight, bias = random(1, outputs, inputs).to(dtype), random(2, outputs).to(dtype)
+    x = random(3, tokens, inputs).to(kernels.activation_dtype or dtype)
+    y = kernels.linear(x, kernels.prepare(weight), bias)
+    expected = x.double() @ weight.double().T + bias.double()
+    assert y.dtype == x.dtype
+    bound = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+    assert y.shape == (tokens, outputs)
+    # Every sum of K terms in float32 keeps to K units of the last place of the sum of magnitudes.
+    assert ((y - expected).abs() <= (inputs * 2**-24 + 2 * torch.finfo(y.dtype).eps) * bound).all()
+
+
+@BOTH
+def test_linear_takes_rows_with_gaps(numerics):
+    kernels = kernels_for(numerics)
+    x, weight = random(1, 6, 50), random(2, 33, 20)
+    y = kernels.linear(x[:, 10:30], kernels.prepare(weight))
+    torch.testing.assert_close(y, x[:, 10:30] @ weight.T)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_embedding_gives_exact_rows_and_zeros_elsewhere(numerics, dtype):
+    kernels = select(CPU, numerics, dtype)
+    weight = random(1, 37, 24).to(dtype)
+    ids = torch.tensor([5, 99, 100, 116, 136, 137, 120])
+    rows = kernels.embedding(ids, kernels.prepare(weight), 100)
+    assert rows.dtype == (kernels.activation_dtype or dtype)
+    for row, number in zip(rows, ids - 100, strict=True):
+        expected = weight[number] if 0 <= number < 37 else torch.zeros(24)
+        assert torch.equal(row.float(), expected.float())
+    assert not kernels.embedding(ids, kernels.prepare(weight[:0]), 100).any()
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(1, 576), (5, 7, 64), (3, 1), (0, 16)])
+def test_rms_norm(numerics, shape):
+    x, weight = random(1, *shape) * 5, random(2, shape[-1])
+    y = kernels_for(numerics).rms_norm(x, weight, 1e-5)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(y.double(), expected, rtol=5e-7, atol=0)
+
+
+@BOTH
+def test_rotary_matches_complex_rotation(numerics):
+    angles = random(1, 5, 8)
+    x = random(2, 5, 3, 16)
+    cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
+    y = kernels_for(numerics).rotary(x, cos, sin)
+    turned = (
+        torch.complex(x[..., :8].double(), x[..., 8:].double())
+        * torch.polar(torch.ones(1).double(), angles.double())[:, None]
+    )
+    torch.testing.assert_close(y.double(), torch.cat((turned.real, turned.imag), -1), rtol=0, atol=2e-6)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["relu", "gelu", "silu", "tanh", "none"])
+def test_activations(numerics, name):
+    x = torch.cat((random(1, 999) * 8, torch.tensor([0.0, -0.0, 100.0, -100.0, math.inf])))
+    wide = x.double()
+    expected = {
+        "relu": wide.relu(),
+        "gelu": torch.nn.functional.gelu(wide),
+        "silu": wide / (1 + torch.exp(-wide)),
+        "tanh": wide.tanh(),
+        "none": wide,
+    }[name]
+    y = kernels_for(numerics).activation(x, name)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(KeyError):
+        kernels_for(numerics).activation(x, "swish2")
+
+
+@BOTH
+def test_silu_mul(numerics):
+    gate, up = random(1, 5, 77) * 10, random(2, 5, 77)
+    y = kernels_for(numerics).silu_mul(gate, up)
+    expected = gate.double() / (1 + torch.exp(-gate.double())) * up
+    torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=1e-30)
+
+
+@BOTH
+@pytest.mark.parametrize("size", [1, 15, 257, 5000])
+def test_log_softmax(numerics, size):
+    logits = random(1, 3, size) * 20
+    logits[0, 0] = -math.inf if size > 1 else 0
+    logits[2] += 1e4
+    y = kernels_for(numerics).log_softmax(logits)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y.double(), logits.double().log_softmax(-1), rtol=1e-6, atol=1e-6)
+
+
+@BOTH
+def test_log_softmax_keeps_a_bad_row_to_itself(numerics):
+    logits = random(1, 4, 100)
+    clean = kernels_for(numerics).log_softmax(logits)
+    bad = logits.clone()
+    bad[1, 3], bad[2, 99] = math.nan, math.inf
+    y = kernels_for(numerics).log_softmax(bad)
+    assert torch.equal(y[[0, 3]], clean[[0, 3]])
+    assert y[1].isnan().all()
+    assert y[2].isnan().any()
+
+
+@BOTH
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 64), (2, 2, 16), (3, 1, 6), (5, 2, 80)])
+def test_attention(numerics, window, heads, kv_heads, width):
+    kernels = kernels_for(numerics)
+    lengths, counts, block_size = [70, 1, 33, 16, 150], [1, 1, 33, 5, 20], 16
+    inputs, blocks = paged(lengths, counts, block_size, seed=4)
+    kv_index = torch.arange(heads) * kv_heads // heads
+    # Whatever is stale in the cache must stay out of the result.
+    cache = tuple(torch.full((blocks, block_size, kv_heads, width), math.nan) for _ in range(2))
+    whole, _ = paged(lengths, lengths, block_size, seed=4)
+    k, v = random(1, sum(lengths), kv_heads, width), random(2, sum(lengths), kv_heads, width)
+    kernels.write_kv(k, v, cache, whole.slots)
+    q = random(3, sum(counts), heads, width)
+    y = kernels.attention(q, cache, kv_index, inputs, width**-0.5, window)
+    sequences = zip(q.split(counts), k.split(lengths), v.split(lengths), strict=True)
+    expected = torch.cat([plain_attention(*parts, kv_index, width**-0.5, window) for parts in sequences])
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=2e-6)
+
+
+@BOTH
+def test_attention_of_no_tokens(numerics):
+    inputs = AttentionInputs(
+        *(torch.zeros(0, dtype=torch.int64),) * 2,
+        torch.zeros(0, 1, dtype=torch.int32),
+        torch.zeros(0, dtype=torch.int64),
+    )
+    cache = torch.zeros(2, 16, 1, 8), torch.zeros(2, 16, 1, 8)
+    y = kernels_for(numerics).attention(
+        torch.zeros(0, 2, 8), cache, torch.zeros(2, dtype=torch.int64), inputs, 1.0, None
+    )
+    assert y.shape == (0, 2, 8)
+
+
+@BOTH
+def test_write_kv_touches_its_slots_only(numerics):
+    cache = torch.full((4, 3, 2, 5), 7.0), torch.full((4, 3, 2, 5), 8.0)
+    k, v, slots = random(1, 3, 2, 5), random(2, 3, 2, 5), torch.tensor([11, 0, 4])
+    kernels_for(numerics).write_kv(k, v, cache, slots)
+    for stored, new, old in zip(cache, (k, v), (7.0, 8.0), strict=True):
+        rows = stored.flatten(0, 1)
+        assert torch.equal(rows[slots], new)
+        assert (rows[[1, 2, 3, 5, 6, 7, 8, 9, 10]] == old).all()
+
+
+def test_select():
+    from mpi_tp.kernels.invariant import InvariantKernels
+    from mpi_tp.kernels.torch_kernels import TorchKernels
+
+    cuda = torch.device("cuda")
+    assert isinstance(select(CPU, "auto", torch.bfloat16), InvariantKernels)
+    assert isinstance(select(CPU, "fast", torch.bfloat16), TorchKernels)
+    assert isinstance(select(cuda, "auto", torch.bfloat16), TorchKernels)
+    with pytest.raises(ConfigurationError, match="--numerics fast"):
+        select(cuda, "invariant", torch.bfloat16)
+    with pytest.raises(ConfigurationError, match="float8"):
+        select(CPU, "invariant", torch.float8_e4m3fn)
