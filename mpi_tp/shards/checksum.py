@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 import xxhash
 
+from mpi_tp.shards.format import FileEntry
+
 CHUNK_BYTES = 16 << 20
 """Files are read in pieces of at most this many bytes."""
 
@@ -26,13 +28,13 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
     return checksum(tensor_bytes(tensor))
 
 
-def file_digest(path: Path) -> str:
-    """Return the checksum of a whole file; OSError if it cannot be read."""
+def file_entry(path: Path) -> FileEntry:
+    """Return a file's entry in the manifest, with the checksum of all its bytes; OSError if it cannot be read."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
-    return str(digest.hexdigest())
+    return FileEntry(path.name, path.stat().st_size, str(digest.hexdigest()))
 
 
 def digest_outside(descriptor: int, size: int, extents: Iterable[tuple[int, int]]) -> str:

@@ -51,7 +51,7 @@ History: 1, the first.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -106,9 +106,9 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class SourceEntry:
-    """The fingerprint of the checkpoint that a set was made from; `size` in bytes."""
+    """The fingerprint of the checkpoint that a set was made from; `size` in bytes. Its name does not count."""
 
-    name: str
+    name: str = field(compare=False)
     kind: str
     size: int
     header_digest: str

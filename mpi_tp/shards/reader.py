@@ -8,7 +8,7 @@ from typing import Any
 
 from mpi_tp.errors import ConfigurationError, FileError
 from mpi_tp.partition.plan import Plan, Strategy
-from mpi_tp.shards.checksum import file_digest
+from mpi_tp.shards.checksum import file_entry
 from mpi_tp.shards.format import MANIFEST_NAME, TOKENIZER_DIRECTORY, Manifest, rank_file_name
 from mpi_tp.shards.manifest import decode_manifest
 from mpi_tp.shards.rank_file import RankFile, damaged, open_sized
@@ -74,9 +74,9 @@ class ShardSet:
         """Return the folder of the tokenizer's files after checking each, None if the set has none; or FileError."""
         folder = self.directory / TOKENIZER_DIRECTORY
         for entry in self.manifest.tokenizer:
-            digest = file_digest(folder / entry.name)
-            if digest != entry.digest:
-                raise damaged(folder / entry.name, f"its checksum is {digest}, the manifest says {entry.digest}")
+            found = file_entry(folder / entry.name)
+            if found != entry:
+                raise damaged(folder / entry.name, f"its checksum is {found.digest}, the manifest says {entry.digest}")
         return folder if self.manifest.tokenizer else None
 
     def _check_files(self) -> None:

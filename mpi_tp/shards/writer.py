@@ -12,7 +12,7 @@ import torch
 import mpi_tp
 from mpi_tp.errors import FileError
 from mpi_tp.partition.plan import PlannedTensor
-from mpi_tp.shards.checksum import file_digest, tensor_checksum
+from mpi_tp.shards.checksum import file_entry, tensor_checksum
 from mpi_tp.shards.format import (
     MANIFEST_NAME,
     TOKENIZER_DIRECTORY,
@@ -85,7 +85,7 @@ class ShardSetWriter:
             for path in sorted(source.iterdir()):
                 copy = Path(shutil.copyfile(path, target / path.name))
                 _sync_file(copy)
-                self._tokenizer.append(FileEntry(copy.name, copy.stat().st_size, file_digest(copy)))
+                self._tokenizer.append(file_entry(copy))
             sync_directory(target)
 
     def commit(self) -> Manifest:

@@ -1,0 +1,112 @@
+"""From a checkpoint to a shard set: one tensor at a time is read, cast, summed, sliced and written."""
+
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from mpi_tp.config import MLPConfig
+from mpi_tp.errors import ConfigurationError
+from mpi_tp.models.families import parse_config
+from mpi_tp.partition.plan import plan_shards
+from mpi_tp.shards.checksum import file_entry, tensor_checksum
+from mpi_tp.shards.format import MANIFEST_NAME, SetOptions
+from mpi_tp.shards.reader import ShardSet
+from mpi_tp.shards.writer import ShardSetWriter
+from sharder import Sharder
+from sharder.source import ModelSource, SourceOptions, open_source
+from sharder.tokenizer_files import collect_tokenizer
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run did; `found` says that the set was already there, `lacks_tokenizer` that no text can go in."""
+
+    shards: ShardSet
+    found: bool
+    lacks_tokenizer: bool
+    seconds: float
+
+
+def convert(options: Sharder) -> Report:
+    """Carry out `options`; raises as `Sharder.run` says."""
+    start = time.perf_counter()
+    directory = Path(options.output_dir)
+    with (
+        open_source(Path(options.model_path), _source_options(options)) as source,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        parsed = parse_config(source.config)
+        _check_ranks(options, parsed.max_ranks)
+        tokenizer = Path(folder)
+        if not isinstance(parsed, MLPConfig):
+            collect_tokenizer(source.reader, _path(options.tokenizer), tokenizer)
+        set_options = SetOptions(
+            options.device_count, options.strategy, options.dtype, source.config, source.fingerprint()
+        )
+        found = not options.overwrite and _is_there(directory, set_options, tokenizer)
+        if not found:
+            _write(directory, source, set_options, tokenizer, options.overwrite)
+        elif options.verify_source:
+            _compare(directory, source)
+        lacks_tokenizer = not isinstance(parsed, MLPConfig) and not any(tokenizer.iterdir())
+    return Report(ShardSet.open(directory), found, lacks_tokenizer, time.perf_counter() - start)
+
+
+def _source_options(options: Sharder) -> SourceOptions:
+    return SourceOptions(options.dtype, _path(options.model_config), options.activation)
+
+
+def _path(value: object) -> Path | None:
+    return None if value is None else Path(str(value))
+
+
+def _check_ranks(options: Sharder, max_ranks: int) -> None:
+    if options.device_count > max_ranks:
+        raise ConfigurationError(
+            f"{options.model_path} can be split over {max_ranks} ranks at most, not {options.device_count}: "
+            f"use --ranks {max_ranks} or fewer"
+        )
+
+
+def _is_there(directory: Path, options: SetOptions, tokenizer: Path) -> bool:
+    """Say whether `directory` holds the very set that `options` and the tokenizer's files would give."""
+    if not (directory / MANIFEST_NAME).exists():
+        return False
+    manifest = ShardSet.open(directory).manifest
+    files = tuple(file_entry(path) for path in sorted(tokenizer.iterdir()))
+    return manifest.options == options and manifest.tokenizer == files
+
+
+def _write(directory: Path, source: ModelSource, options: SetOptions, tokenizer: Path, overwrite: bool) -> None:
+    plan = plan_shards(source.rows, options.strategy, options.ranks)
+    with ShardSetWriter(directory, options, overwrite) as writer, _progress(source, "sharding") as bar:
+        for planned in plan.values():
+            tensor = source.read(planned.name)
+            writer.add(planned, tensor)
+            bar.update(tensor.nbytes)
+        if any(tokenizer.iterdir()):
+            writer.add_tokenizer(tokenizer)
+        writer.commit()
+
+
+def _compare(directory: Path, source: ModelSource) -> None:
+    """Compare every tensor of the source with the set's checksums."""
+    entries = ShardSet.open(directory).manifest.tensors
+    with _progress(source, "comparing") as bar:
+        for row in source.rows:
+            tensor = source.read(row.name)
+            if tensor_checksum(tensor) != entries[row.name].checksum:
+                raise ConfigurationError(
+                    f"{directory}/ was made from another {source.reader.path}: tensor {row.name} differs: "
+                    "pass --overwrite to replace the set, or another folder with -o"
+                )
+            bar.update(tensor.nbytes)
+
+
+def _progress(source: ModelSource, what: str) -> "tqdm[None]":
+    """Return a progress bar in bytes; it shows on a terminal only."""
+    total = sum(source.num_bytes(row.name) for row in source.rows)
+    return tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None)

@@ -1,0 +1,37 @@
+"""What the sharder's programs share: exit codes, signals, and figures for people."""
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from mpi_tp.errors import JobError, StoppedError
+
+
+def run_program(main: Callable[[Sequence[str]], None]) -> int:
+    """Run `main` with the command line's arguments and return the exit code; a JobError is one line on stderr.
+
+    The signals that end a job become a StoppedError, so that half-written files are removed.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, _stop)
+    try:
+        main(sys.argv[1:])
+    except JobError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise StoppedError(f"stopped by {signal.Signals(number).name}: run the same command again")
+
+
+def megabytes(num_bytes: float) -> str:
+    """Return a number of bytes as MB, for people."""
+    return f"{num_bytes / 1e6:,.1f} MB"
+
+
+def balance(rank_bytes: Sequence[int]) -> str:
+    """Return how even the ranks are: the largest over the mean."""
+    return f"{max(rank_bytes) * len(rank_bytes) / sum(rank_bytes):.3f}"
