@@ -5,8 +5,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 from mpi_tp.config import MLPConfig
 from mpi_tp.errors import ConfigurationError
 from mpi_tp.models.families import parse_config
@@ -16,6 +14,8 @@ from mpi_tp.shards.format import MANIFEST_NAME, SetOptions
 from mpi_tp.shards.reader import ShardSet
 from mpi_tp.shards.writer import ShardSetWriter
 from sharder import Sharder
+from sharder.formats.huggingface import read_json
+from sharder.program import progress
 from sharder.source import ModelSource, SourceOptions, open_source
 from sharder.tokenizer_files import collect_tokenizer
 
@@ -42,7 +42,7 @@ def convert(options: Sharder) -> Report:
         _check_ranks(options, parsed.max_ranks)
         tokenizer = Path(folder)
         if not isinstance(parsed, MLPConfig):
-            collect_tokenizer(source.reader, _path(options.tokenizer), tokenizer)
+            collect_tokenizer(source.reader, Path(options.tokenizer) if options.tokenizer else None, tokenizer)
         set_options = SetOptions(
             options.device_count, options.strategy, options.dtype, source.config, source.fingerprint()
         )
@@ -56,11 +56,8 @@ def convert(options: Sharder) -> Report:
 
 
 def _source_options(options: Sharder) -> SourceOptions:
-    return SourceOptions(options.dtype, _path(options.model_config), options.activation)
-
-
-def _path(value: object) -> Path | None:
-    return None if value is None else Path(str(value))
+    config = read_json(Path(options.model_config)) if options.model_config else None
+    return SourceOptions(options.dtype, config, options.activation)
 
 
 def _check_ranks(options: Sharder, max_ranks: int) -> None:
@@ -82,7 +79,7 @@ def _is_there(directory: Path, options: SetOptions, tokenizer: Path) -> bool:
 
 def _write(directory: Path, source: ModelSource, options: SetOptions, tokenizer: Path, overwrite: bool) -> None:
     plan = plan_shards(source.rows, options.strategy, options.ranks)
-    with ShardSetWriter(directory, options, overwrite) as writer, _progress(source, "sharding") as bar:
+    with ShardSetWriter(directory, options, overwrite) as writer, progress(source.total_bytes, "sharding") as bar:
         for planned in plan.values():
             tensor = source.read(planned.name)
             writer.add(planned, tensor)
@@ -95,7 +92,7 @@ def _write(directory: Path, source: ModelSource, options: SetOptions, tokenizer:
 def _compare(directory: Path, source: ModelSource) -> None:
     """Compare every tensor of the source with the set's checksums."""
     entries = ShardSet.open(directory).manifest.tensors
-    with _progress(source, "comparing") as bar:
+    with progress(source.total_bytes, "comparing") as bar:
         for row in source.rows:
             tensor = source.read(row.name)
             if tensor_checksum(tensor) != entries[row.name].checksum:
@@ -104,9 +101,3 @@ def _compare(directory: Path, source: ModelSource) -> None:
                     "pass --overwrite to replace the set, or another folder with -o"
                 )
             bar.update(tensor.nbytes)
-
-
-def _progress(source: ModelSource, what: str) -> "tqdm[None]":
-    """Return a progress bar in bytes; it shows on a terminal only."""
-    total = sum(source.num_bytes(row.name) for row in source.rows)
-    return tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None)

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
+from tqdm import tqdm
+
 from mpi_tp.errors import JobError, StoppedError
 
 
@@ -35,3 +37,8 @@ def megabytes(num_bytes: float) -> str:
 def balance(rank_bytes: Sequence[int]) -> str:
     """Return how even the ranks are: the largest over the mean."""
     return f"{max(rank_bytes) * len(rank_bytes) / sum(rank_bytes):.3f}"
+
+
+def progress(num_bytes: int, what: str) -> "tqdm[None]":
+    """Return a progress bar over that many bytes; it shows on a terminal only."""
+    return tqdm(total=num_bytes, desc=what, unit="B", unit_scale=True, disable=None)

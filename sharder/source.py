@@ -25,10 +25,10 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """How a checkpoint is read; see `sharder.Sharder`."""
+    """How a checkpoint is read; see `sharder.Sharder`. `config` wins over the one in or beside the checkpoint."""
 
     dtype: str = "source"
-    config_file: Path | None = None
+    config: Mapping[str, Any] | None = None
     activation: str | None = None
 
 
@@ -56,10 +56,11 @@ class ModelSource:
             raise ConfigurationError(f"tensor {name} holds {largest:g}, too large for float16: use --dtype bfloat16")
         return cast
 
-    def num_bytes(self, name: str) -> int:
-        """Return the bytes of the tensor that `read` returns."""
-        spec = self.reader.spec(self.names[name])
-        return num_bytes(spec.shape, self.dtype or spec.dtype)
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all tensors as `read` returns them."""
+        specs = [self.reader.spec(self.names[row.name]) for row in self.rows]
+        return sum(num_bytes(spec.shape, self.dtype or spec.dtype) for spec in specs)
 
     def fingerprint(self) -> SourceEntry:
         """Return what tells this checkpoint from another without reading its tensors."""
@@ -86,14 +87,11 @@ def open_source(path: Path, options: SourceOptions) -> Iterator[ModelSource]:
 
 
 def _find_config(reader: CheckpointReader, options: SourceOptions) -> Mapping[str, Any]:
-    """Return the config: of the flag, else inside the checkpoint, else beside it; of an MLP, from its tensors."""
+    """Return the config: the one given, else inside the checkpoint, else beside it; of an MLP, from its tensors."""
     beside = reader.path.parent / "config.json"
-    if options.config_file:
-        config = read_json(options.config_file)
-    elif reader.config is None and reader.path.is_file() and beside.exists():
+    config = options.config or reader.config or {}
+    if not config and reader.path.is_file() and beside.exists():
         config = read_json(beside)
-    else:
-        config = dict(reader.config or {})
     shapes = {name: reader.spec(name).shape for name in reader.names()}
     if is_mlp(shapes):
         return _mlp_config(reader.path, config, shapes, options.activation)

@@ -1,4 +1,4 @@
-"""A rank's part of a whole tensor, and the whole tensor of all parts."""
+"""A rank's part of a whole tensor."""
 
 from collections.abc import Sequence
 

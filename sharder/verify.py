@@ -1,0 +1,70 @@
+"""`python -m sharder.verify DIR`: every byte of a shard set, and with `--source` its equality to the checkpoint."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+from mpi_tp.errors import FileError
+from mpi_tp.shards.checksum import tensor_bytes
+from mpi_tp.shards.format import Manifest
+from mpi_tp.shards.reader import ShardSet
+from sharder.join import open_joiner
+from sharder.program import megabytes, progress, run_program
+from sharder.source import ModelSource, SourceOptions, open_source
+
+
+def main(argv: Sequence[str]) -> None:
+    """Verify one set, as the command line `argv` says; raises JobError."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sharder.verify", description="Check every byte of a shard set.", allow_abbrev=False
+    )
+    parser.add_argument("directory", metavar="DIR", type=Path)
+    parser.add_argument("--source", metavar="SOURCE", type=Path, help="compare with this checkpoint, bit for bit")
+    args = parser.parse_args(argv)
+    manifest = verify(args.directory, args.source)
+    total = sum(entry.num_bytes for entry in manifest.tensors.values())
+    equal = f", equal to {args.source} bit for bit" if args.source else ""
+    print(f"{args.directory}/ is whole: {len(manifest.tensors)} tensors, {megabytes(total)}{equal}")
+
+
+def verify(directory: Path, source_path: Path | None = None) -> Manifest:
+    """Read the whole set and return its manifest.
+
+    Raises FileError for the first thing that is wrong, naming file, tensor and rank, or for a tensor that differs from
+    the checkpoint at `source_path`; ConfigurationError if that is no checkpoint of the set's model.
+    """
+    shards = ShardSet.open(directory)
+    shards.open_tokenizer()
+    entries = shards.manifest.tensors.values()
+    with (
+        open_joiner(shards) as joiner,
+        _open_same(shards, source_path) as source,
+        progress(sum(entry.num_bytes for entry in entries), "verifying") as bar,
+    ):
+        for entry in entries:
+            whole = joiner.join(entry)
+            if source is not None:
+                _compare(shards, source, entry.name, whole)
+            bar.update(entry.num_bytes)
+    return shards.manifest
+
+
+def _open_same(shards: ShardSet, path: Path | None) -> AbstractContextManager[ModelSource | None]:
+    """Open the checkpoint as it was read for the set."""
+    if path is None:
+        return nullcontext()
+    return open_source(path, SourceOptions(shards.manifest.options.dtype, shards.config))
+
+
+def _compare(shards: ShardSet, source: ModelSource, name: str, whole: torch.Tensor) -> None:
+    expected = source.read(name)
+    if expected.dtype != whole.dtype or tensor_bytes(expected) != tensor_bytes(whole):
+        raise FileError(f"{shards.directory}/: tensor {name} differs from that of {source.reader.path}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))
