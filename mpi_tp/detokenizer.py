@@ -8,7 +8,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class Detokenizer:
     """Turns token ids, one at a time, into pieces of text that later tokens cannot change.
 
-    The pieces joined equal the decoding of all ids at once. Special tokens give no text.
+    The pieces joined equal the decoding of all ids at once.
 
     A token's text depends on its neighbours: a character may be spread over several tokens, and SentencePiece drops
     the space before the first word. So a short window of tokens is decoded with and without the newest ones, and
@@ -16,18 +16,21 @@ class Detokenizer:
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], special_ids: frozenset[int], byte_ids: frozenset[int]
+        self, decode: Callable[[Sequence[int]], str], hidden_ids: frozenset[int], byte_ids: frozenset[int]
     ) -> None:
-        """`decode` gives the text of a list of ids; `byte_ids` are the ids of byte-fallback tokens, as `<0x0A>`."""
+        """`decode` gives the text of a list of ids, and none for those in `hidden_ids`.
+
+        `byte_ids` are the ids of byte-fallback tokens, as `<0x0A>`.
+        """
         self._decode = decode
-        self._special_ids = special_ids
+        self._hidden_ids = hidden_ids
         self._byte_ids = byte_ids
         self._window: list[int] = []
         self._num_final = 0  # tokens of the window whose text has been returned
 
     def add(self, token_id: int) -> str:
         """Take the next id; return the text that has become final, often one word, sometimes nothing."""
-        if token_id in self._special_ids:
+        if token_id in self._hidden_ids:
             return ""
         self._window.append(token_id)
         # The bytes of a run of byte tokens become text together, or not at all.

@@ -36,7 +36,8 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self._byte_ids = frozenset(id for token, id in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
         added_tokens = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(id for id, token in added_tokens.items() if token.special)
+        # Some models forget to mark the token that ends their answers as a special one.
+        self._hidden_ids = eos_token_ids | {id for id, token in added_tokens.items() if token.special}
         self.eos_token_ids = eos_token_ids
         self.vocab_size = max(vocabulary.values()) + 1
 
@@ -79,12 +80,13 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids` without special tokens; an id that has no token gives no text."""
-        return self._backend.decode(token_ids, skip_special_tokens=True)
+        """Return the text of `token_ids` without special tokens and EOS; an id that has no token gives no text."""
+        shown = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
+        return self._backend.decode(shown, skip_special_tokens=False)
 
     def detokenizer(self) -> Detokenizer:
         """Return a new incremental decoder, for one sequence."""
-        return Detokenizer(self.decode, self._special_ids, self._byte_ids)
+        return Detokenizer(self.decode, self._hidden_ids, self._byte_ids)
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int) -> None:

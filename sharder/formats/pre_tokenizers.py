@@ -94,7 +94,6 @@ _EXAONE_MOE = (
     rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-_BAILING = rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORD}|\p{{N}}|{_PUNCTUATION}|\s*[\r\n]|\s+(?!\S)|\s+"
 _SEED_CODER = rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACE}"
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
@@ -104,7 +103,6 @@ _DIGITS_CHAIN = PreTokenizer((r"\p{N}", _GPT2))
 _QWEN2_CHAIN = PreTokenizer((_QWEN2,))
 _DEEPSEEK3_CHAIN = PreTokenizer((r"\p{N}{1,3}", rf"[{_CJK_AND_KANA}]+", _DEEPSEEK3))
 _GPT4O_CHAIN = PreTokenizer((_GPT4O,))
-_BAILING_CHAIN = PreTokenizer((_BAILING,))
 _BLOOM_CHAIN = PreTokenizer((_BLOOM,))
 
 _PRE_TOKENIZERS = {
@@ -154,11 +152,13 @@ _PRE_TOKENIZERS = {
         _DIGITS_CHAIN,
     ),
     **dict.fromkeys(
-        ("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"),
+        (
+            *("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"),
+            *("bailingmoe", "bailingmoe2", "llada-moe"),  # written otherwise there, but it matches the same
+        ),
         _QWEN2_CHAIN,
     ),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3_CHAIN),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O_CHAIN),
-    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING_CHAIN),
     **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), _BLOOM_CHAIN),
 }

@@ -1,0 +1,266 @@
+"""Tokenizer, chat templates, incremental text; tokenizers of both kinds are made here."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import transformers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from mpi_tp.detokenizer import StopChecker
+from mpi_tp.errors import ConfigurationError, FileError
+from mpi_tp.tokenizer import Tokenizer, check_token_ids
+
+LETTERS = ["▁", "t", "h", "e", "c", "a", "é", "\n"]
+MERGES = [("t", "h"), ("th", "e"), ("▁", "the"), ("a", "t"), ("c", "at"), ("▁", "cat"), ("▁", "▁"), ("▁", "a")]
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}\n"
+    "  {% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\n"
+    "[{{ message.role }}]{{ message.content | tojson }}{% generation %}{{ eos_token }}{% endgeneration %}"
+    "{% if loop.index == 3 %}{% break %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+MESSAGES = [{"role": "system", "content": "<é>"}, {"role": "user", "content": "a\n'b'"}]
+
+
+def sentencepiece_backend() -> tokenizers.Tokenizer:
+    """Llama-2's form: byte fallback, a space in front of the first word, BOS before the prompt."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *LETTERS, *map("".join, MERGES)]
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, MERGES, unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return backend
+
+
+def byte_level_backend() -> tokenizers.Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({token: at for at, token in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    return backend
+
+
+BACKENDS = {"sentencepiece": sentencepiece_backend, "byte-level": byte_level_backend}
+
+
+def save(folder: Path, kind: str = "sentencepiece", **config: Any) -> Path:
+    BACKENDS[kind]().save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}, "pad_token": None} | config
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(params=BACKENDS)
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+    return Tokenizer.load(save(tmp_path, request.param))
+
+
+def test_prompt_as_transformers_encodes_it(tmp_path: Path) -> None:
+    folder = save(tmp_path, tokenizer_class="PreTrainedTokenizerFast")
+    oracle = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = Tokenizer.load(folder)
+    for text in ("", " the cat", "cats 🙂", "the</s>cat"):
+        ids = tokenizer.encode(text)
+        assert ids == oracle(text)["input_ids"]
+        assert ids[0] == 1
+        assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
+    backend = byte_level_backend()
+    backend.enable_truncation(2)
+    backend.enable_padding(length=9)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer.load(tmp_path).encode("abcd")) == 4
+
+
+def test_vocab_size_counts_added_tokens(tmp_path: Path) -> None:
+    assert Tokenizer.load(save(tmp_path, "byte-level")).vocab_size == 258
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "model_config", "expected"),
+    [
+        (None, None, {2}),
+        ({"eos_token_id": 7}, None, {2, 7}),
+        ({"eos_token_id": [7, 8]}, {"eos_token_id": 9}, {2, 7, 8, 9}),
+        ({"eos_token_id": None}, {}, {2}),
+    ],
+)
+def test_all_end_of_sequence_ids_are_found(
+    generation_config: Any, model_config: Any, expected: set[int], tmp_path: Path
+) -> None:
+    save(tmp_path)
+    for name, config in (("generation_config.json", generation_config), ("config.json", model_config)):
+        if config is not None:
+            (tmp_path / name).write_text(json.dumps(config))
+    assert Tokenizer.load(tmp_path).eos_token_ids == expected
+
+
+def test_end_of_sequence_is_never_text(tmp_path: Path) -> None:
+    save(tmp_path, "byte-level")
+    eos = Tokenizer.load(tmp_path).encode("!")[0]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("a!b")) == "ab"
+
+
+def test_id_without_token_gives_no_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the cat")
+    assert tokenizer.decode([*ids, tokenizer.vocab_size, 10**6]) == "the cat"
+
+
+def test_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"tokenizer\.json is missing"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_damaged_file_is_named(name: str, tmp_path: Path) -> None:
+    (save(tmp_path) / name).write_text("{")
+    with pytest.raises(FileError, match=name):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("where", ["file", "config", "named"])
+def test_chat_prompt_as_transformers_builds_it(where: str, add_generation_prompt: bool, tmp_path: Path) -> None:
+    named = [{"name": "rag", "template": "x"}, {"name": "default", "template": TEMPLATE}]
+    config = {"config": {"chat_template": TEMPLATE}, "named": {"chat_template": named}, "file": {}}[where]
+    folder = save(tmp_path, tokenizer_class="PreTrainedTokenizerFast", **config)
+    if where == "file":
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+    oracle = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = oracle.apply_chat_template(MESSAGES, add_generation_prompt=add_generation_prompt, return_dict=False)
+    ids = Tokenizer.load(folder).encode_chat(MESSAGES, add_generation_prompt)
+    assert ids == expected
+    assert ids.count(1) == 1
+
+
+def test_template_file_wins_over_the_config(tmp_path: Path) -> None:
+    (save(tmp_path, chat_template="cat") / "chat_template.jinja").write_text("the")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode_chat(MESSAGES)) == "the"
+
+
+def test_missing_chat_template_is_a_matter_of_configuration(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigurationError, match="no chat template"):
+        tokenizer.encode_chat(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "message"),
+    [
+        ("{% if %}", "broken at line 1"),
+        ([{"name": "rag", "template": "x"}], "names the chat templates rag but not 'default'"),
+    ],
+)
+def test_unusable_template_is_refused(chat_template: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Tokenizer.load(save(tmp_path, chat_template=chat_template))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (TEMPLATE, "no tools here"),
+        ("{{ messages[0].content + 1 }}", "refuses these messages"),
+        ("{{ messages[0].name.first }}", "refuses these messages"),
+        ("{{ messages.append(1) }}", "refuses these messages"),
+        ("{{ messages.__class__.__mro__ }}", "refuses these messages"),
+    ],
+)
+def test_template_refuses_messages(template: str, message: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save(tmp_path, chat_template=template))
+    with pytest.raises(ValueError, match=message):
+        tokenizer.encode_chat([{"role": "tool", "content": "x"}])
+
+
+def test_ids_outside_the_vocabulary() -> None:
+    check_token_ids([0, 9], vocab_size=10)
+    with pytest.raises(ValueError, match=r"token id 10 at position 1 .* 0 to 9"):
+        check_token_ids([9, 10, -1], vocab_size=10)
+    with pytest.raises(ValueError, match="token id -1"):
+        check_token_ids([-1], vocab_size=10)
+
+
+def test_pieces_join_to_the_text_of_all_ids(tokenizer: Tokenizer) -> None:
+    generator = random.Random(0)
+    likely = [*tokenizer.encode("the cat 🙂 日本 é\n\N{REPLACEMENT CHARACTER}"), 1, 2]
+    for _ in range(2000):
+        length = generator.randrange(12)
+        ids = [
+            generator.choice(likely) if generator.random() < 0.7 else generator.randrange(tokenizer.vocab_size)
+            for _ in range(length)
+        ]
+        detokenizer = tokenizer.detokenizer()
+        pieces = [*map(detokenizer.add, ids), detokenizer.finish()]
+        assert "".join(pieces) == tokenizer.decode(ids), ids
+
+
+def test_no_piece_is_half_a_character(tokenizer: Tokenizer) -> None:
+    detokenizer = tokenizer.detokenizer()
+    text = "the 👨‍👩‍👧 cat日本é"
+    pieces = [detokenizer.add(token_id) for token_id in tokenizer.encode(text)]
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert "".join(pieces) + detokenizer.finish() == text
+
+
+def test_text_comes_as_soon_as_it_is_final(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save(tmp_path, "byte-level"))
+    detokenizer = tokenizer.detokenizer()
+    assert [detokenizer.add(token_id) for token_id in tokenizer.encode("aé b")] == ["a", "", "é", " ", "b"]
+
+
+def test_space_after_a_special_token_stays(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save(tmp_path))
+    word = tokenizer.encode("the")[1]
+    detokenizer = tokenizer.detokenizer()
+    assert [detokenizer.add(token_id) for token_id in (1, word, 2, word)] == ["", "the", "", " the"]
+
+
+STOP_CASES = [
+    ("one END two", ["END"], "one "),
+    ("no stop here", ["END"], None),
+    ("EN EN", ["END"], None),
+    ("aab", ["ab"], "a"),
+    ("xabcd", ["abcd", "bc"], "xa"),  # `bc` is complete first
+    ("xabc", ["bc", "abc"], "x"),  # both at once: the longer one leaves less
+    ("first\n\nsecond", ["\n\n"], "first"),
+    ("🙂🙃", ["🙃"], "🙂"),
+    ("anything", [], None),
+    ("END", ["END"], ""),
+]
+
+
+@pytest.mark.parametrize(("text", "stop", "before"), STOP_CASES)
+@pytest.mark.parametrize("length", [1, 2, 3, 100])
+def test_stop_string_cuts_the_text_wherever_pieces_end(
+    text: str, stop: list[str], before: str | None, length: int
+) -> None:
+    checker = StopChecker(stop)
+    shown = ""
+    for at in range(0, len(text), length):
+        shown += checker.add(text[at : at + length])
+        assert text.startswith(shown)
+        assert before is None or before.startswith(shown)
+    assert checker.stopped == (before is not None)
+    assert shown + checker.finish() == (text if before is None else before)
+    assert checker.add("more") == ("" if checker.stopped else "more")
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    checker = StopChecker(["</s>", "<|end|>"])
+    assert checker.add("a <") == "a "
+    assert checker.add("b") == "<b"
+    assert checker.add("<|en") == ""
+    assert checker.add("ough") == "<|enough"
