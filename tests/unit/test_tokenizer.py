@@ -21,7 +21,7 @@ TEMPLATE = (
     "  {% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\n"
     "[{{ message.role }}]{{ message.content | tojson }}{% generation %}{{ eos_token }}{% endgeneration %}"
     "{% if loop.index == 3 %}{% break %}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}{{ strftime_now('%Y') }}"
 )
 MESSAGES = [{"role": "system", "content": "<é>"}, {"role": "user", "content": "a\n'b'"}]
 
