@@ -84,11 +84,14 @@ class TorchFileReader(SingleFile):
 
     def _read_archive(self) -> tuple[bytes, dict[str, _Record]]:
         """Return `data.pkl` and, by key, the records of the storages."""
-        with open(self.fd, "rb", closefd=False) as file, _zip_errors(self.path), zipfile.ZipFile(file) as archive:
+        with open(self.fd, "rb", closefd=False) as file:
+            with _zip_errors(self.path):
+                archive = zipfile.ZipFile(file)
             members = {member.filename: member for member in archive.infolist()}
             root = _find_root(members, self.path)
-            byte_order = archive.read(f"{root}/byteorder") if f"{root}/byteorder" in members else b"little"
-            pickled = archive.read(f"{root}/data.pkl")
+            with _zip_errors(self.path):
+                byte_order = archive.read(f"{root}/byteorder") if f"{root}/byteorder" in members else b"little"
+                pickled = archive.read(f"{root}/data.pkl")
         if byte_order != b"little":
             raise ConfigurationError(f"{self.path} was saved on a {byte_order!r}-endian machine; {RESAVE} here")
         self._header_hash.update(pickled)
@@ -115,7 +118,7 @@ def _zip_errors(path: Path) -> Iterator[None]:
     """Turn what zipfile raises for a damaged archive into a FileError."""
     try:
         yield
-    except (zipfile.BadZipFile, OSError, EOFError, RuntimeError) as error:
+    except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, struct.error) as error:
         raise FileError(f"{path} is damaged or truncated: {error}; get it again") from error
 
 

@@ -14,7 +14,7 @@ import torch
 from mpi_tp.errors import ConfigurationError, FileError, JobError
 from sharder.formats import open_checkpoint
 from sharder.formats.safetensors_file import DTYPES
-from tests.support.checkpoints import FORMS, bits_equal
+from tests.support.checkpoints import FORMS, bits_equal, write_gguf
 from tests.support.tiny import hf_weights, tiny_model
 
 WITH_CONFIG = {"model_and_config", "folder", "sharded_folder", "bin_folder", "gguf"}
@@ -121,21 +121,17 @@ def test_a_file_that_shrinks_after_opening_is_a_file_error(form: str, source: Pa
             reader.read("model.norm.weight")
 
 
-@pytest.mark.parametrize("form", SINGLE_FILES)
-@pytest.mark.parametrize("mask", [0xFF, 0x80, 0x01])
-def test_damage_never_ends_in_a_traceback(form: str, mask: int, tmp_path: Path) -> None:
-    """Flip every 3rd byte of the structure in turn: the reader works on or names the problem."""
-    source = FORMS[form](tiny_model("llama-tied-biases"), tmp_path)
+@pytest.mark.parametrize("suffix", ["safetensors", "pt", "gguf"])
+def test_damage_never_ends_in_a_traceback(suffix: str, tmp_path: Path) -> None:
+    """Spoil the bytes of the structure in turn: the reader works on or names the problem."""
+    source = write_small(tmp_path / f"small.{suffix}")
     whole = source.read_bytes()
-    positions = (
-        range(0, 3000, 3) if form != "state_dict" else [*range(0, 3000, 3), *range(len(whole) - 1000, len(whole))]
-    )
-    for position in positions:
+    for position in range(0, min(len(whole), 3000), 2):
         damaged = bytearray(whole)
-        damaged[position] ^= mask
+        damaged[position] ^= (0xFF, 0x80, 0x01)[position % 3]
         source.write_bytes(damaged)
         with contextlib.suppress(JobError), open_checkpoint(source) as reader:
-            assert len([reader.spec(name) for name in reader.names()]) > 0
+            assert len([reader.read(name) for name in reader.names()]) > 0
             assert reader.config is None or len(reader.config) > 0
 
 
@@ -190,9 +186,9 @@ def test_a_missing_path_is_a_file_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
 def test_memory_is_bounded_by_the_largest_tensor(suffix: str, tmp_path: Path) -> None:
-    """1 GiB in tensors of 64 MiB: the process grows by no more than two of them."""
+    """512 MiB in tensors of 64 MiB: the process grows by no more than two of them."""
     path = tmp_path / f"large.{suffix}"
-    write_large(path, tensors=16, mebibytes=64)
+    write_large(path, tensors=8, mebibytes=64)
     script = (
         "import resource, sys\n"
         "from sharder.formats import open_checkpoint\n"
@@ -205,6 +201,18 @@ def test_memory_is_bounded_by_the_largest_tensor(suffix: str, tmp_path: Path) ->
     )
     process = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=True)
     assert int(process.stdout) < 2 * 64
+
+
+def write_small(path: Path) -> Path:
+    """Write a checkpoint that is mostly structure."""
+    weights = {"norm.weight": torch.randn(3), "embed.weight": torch.randn(2, 3).t()}
+    if path.suffix == ".gguf":
+        return write_gguf(tiny_model("llama-tied-biases"), path)
+    if path.suffix == ".pt":
+        torch.save({"model": weights, "config": {"hidden_size": 3}}, path)
+    else:
+        safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
+    return path
 
 
 def write_large(path: Path, tensors: int, mebibytes: int) -> None:
