@@ -122,9 +122,10 @@ class Job:
         os._exit(StoppedError.exit_code)
 
     def _say(self, message: str) -> None:
-        sys.stdout.flush()
-        sys.stderr.write(f"mpi_tp: [rank {self.rank}/{self.size}] {' '.join(message.split())}\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # that nobody reads its last words must not keep a rank alive
+            sys.stdout.flush()
+            sys.stderr.write(f"mpi_tp: [rank {self.rank}/{self.size}] {' '.join(message.split())}\n")
+            sys.stderr.flush()
 
     def _abort(self, exit_code: int) -> None:
         """End all ranks; returns if there is only this one."""
@@ -139,17 +140,20 @@ def run(main: Callable[[Job], int], stall_timeout: float = 300.0) -> NoReturn:
     Whatever goes wrong on one rank ends all of them with one line on stderr: a `JobError` with its own exit code, a
     signal, or `stall_timeout` seconds without progress with 75, anything else with a traceback and 70.
     """
-    with before_mpi():
-        world = _start_mpi()
-    job = Job(world, stall_timeout)
+    job = _start(stall_timeout)
     try:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, _stop)
         exit_code = main(job)
         job.finish()
     except BaseException as error:  # SystemExit too: it would leave the other ranks waiting
         job.fail(error)
     sys.exit(exit_code)
+
+
+def join(stall_timeout: float = 300.0) -> Job:
+    """Start MPI in a script that does without `run`; an exception that it does not catch ends all ranks likewise."""
+    job = _start(stall_timeout)
+    sys.excepthook = lambda _, error, __: job.fail(error)
+    return job
 
 
 @contextmanager
@@ -166,7 +170,7 @@ def before_mpi() -> Iterator[None]:
         except (JobError, SystemExit) as error:
             exit_code = error.code if isinstance(error, SystemExit) else error.exit_code
             if isinstance(error, JobError):
-                sys.stderr.write(f"mpi_tp: {error}\n")
+                sys.stderr.write(f"mpi_tp: {' '.join(str(error).split())}\n")
             if not speaks and exit_code:
                 time.sleep(_END_SECONDS)  # the launcher ends all ranks with the first: let that be the one that speaks
             sys.exit(exit_code)
@@ -200,15 +204,19 @@ def check_launcher(world_size: int, environ: Mapping[str, str]) -> None:
         )
 
 
-def _start_mpi() -> "MPI.Intracomm":
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise ConfigurationError(
-            f'mpi4py finds no MPI ({error}): load your site\'s MPI module, or pip install "mpi-tp[mpi]"'
-        ) from error
-    check_launcher(MPI.COMM_WORLD.size, os.environ)
-    return MPI.COMM_WORLD
+def _start(stall_timeout: float) -> Job:
+    with before_mpi():
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise ConfigurationError(
+                f'mpi4py finds no MPI ({error}): load your site\'s MPI module, or pip install "mpi-tp[mpi]"'
+            ) from error
+        check_launcher(MPI.COMM_WORLD.size, os.environ)
+    job = Job(MPI.COMM_WORLD, stall_timeout)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _stop)
+    return job
 
 
 def _stop(number: int, frame: FrameType | None) -> Any:

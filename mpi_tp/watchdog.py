@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -69,7 +69,8 @@ class Watchdog:
                 signals.recv(64)
                 signalled = time.monotonic()
             if launcher is not None and os.getppid() != launcher:
-                sys.stderr.write("mpi_tp: the launcher is gone\n")
+                with suppress(OSError):  # most likely nobody reads it
+                    sys.stderr.write("mpi_tp: the launcher is gone\n")
                 os._exit(StoppedError.exit_code)
             if time.monotonic() - signalled > _SIGNAL_SECONDS:
                 self._end(f"a signal, but phase {self.phase!r} does not stop", 0.0)

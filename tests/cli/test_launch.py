@@ -50,7 +50,7 @@ def main(job):
         print("done")
     return 0
 
-launch.run(main, stall_timeout=1.5)
+launch.run(main, stall_timeout=1.5 if fault in ("stall", "slow") else 60)
 """
 
 FAULTS = {  # exit codes: one, or one for each MPI; what the line says; number of tracebacks
