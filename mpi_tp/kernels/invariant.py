@@ -4,6 +4,7 @@ The bits of a row of a result depend on that row and the weights alone. Activati
 float32 whatever the weights; float32 and bfloat16 weights stay as they are, float16 ones are widened (exactly).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,12 @@ class PackedWeight:
     def numpy(self) -> Any:
         """Return the tiles as an array, bfloat16 as uint16."""
         return (self.tiles.view(torch.uint16) if self.tiles.dtype == torch.bfloat16 else self.tiles).numpy()
+
+
+def _by_head(keys_PSGD: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a key cache as [P, G, D, S]."""
+    blocks, size, heads, width = keys_PSGD.shape
+    return keys_PSGD.view(blocks, heads, width, size)
 
 
 def _array(x: torch.Tensor) -> Any:
@@ -99,9 +106,13 @@ class InvariantKernels:
     def write_kv(
         self, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slots_T: torch.Tensor
     ) -> None:
-        """Store keys and values [T, G, D] in the caches [P, S, G, D] at their slots."""
-        for stored, new in zip(cache, (k_TGD, v_TGD), strict=True):
-            invariant_attention.store(_array(new), stored.numpy(), _array(slots_T))
+        """Store keys and values [T, G, D] in the caches [P, S, G, D] at their slots.
+
+        Inside a block, keys are kept in the order [G, D, S].
+        """
+        keys, values = cache
+        places = _by_head(keys).numpy(), values.numpy()
+        invariant_attention.store(_array(k_TGD), _array(v_TGD), *places, _array(slots_T))
 
     def attention(
         self,
@@ -113,12 +124,16 @@ class InvariantKernels:
         window: int | None,
     ) -> torch.Tensor:
         """Return causal attention [T, H, D] of each token over its own sequence."""
-        y_THD = torch.empty(q_THD.shape)
-        keys, values = (stored.numpy() for stored in cache)
-        places = (inputs.positions, inputs.sequence_ids, inputs.block_tables)
+        y_THD = torch.zeros(q_THD.shape)
+        keys, values = _by_head(cache[0]), cache[1]
+        where = (kv_index_H, inputs.positions, inputs.sequence_ids, inputs.block_tables)
+        attend: Callable[..., None] = invariant_attention.attend_any
+        if keys.shape[-1] % LANES == keys.shape[-2] % LANES == 0:
+            attend = invariant_attention.attend
+            keys = keys.unflatten(-1, (-1, LANES)).permute(0, 1, 3, 2, 4)
+            values = values.unflatten(-1, (-1, LANES)).permute(0, 2, 3, 1, 4)
         limit = UNLIMITED if window is None else window
-        where = (_array(part) for part in (kv_index_H, *places))
-        invariant_attention.attend(_array(q_THD), keys, values, *where, scale, limit, y_THD.numpy())
+        attend(_array(q_THD), keys.numpy(), values.numpy(), *map(_array, where), scale, limit, y_THD.numpy())
         return y_THD
 
     def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:

@@ -1,160 +1,153 @@
 """Causal attention over the paged cache: each token's sums run over its own keys, in order.
 
-A sequence's tokens and the query heads that share a key/value head go through the keys together, CHUNK keys at a time,
-as rows of a product held in registers. Who goes along never changes a row's bits: every score is a sum over the head
-dimension, every output a sum over exactly the keys that the token sees, both in order.
+A score is a sum over the head dimension, an output a sum over exactly the keys that the token sees, both in order; so
+neither the tokens around it nor the place of its blocks can change a bit.
+
+In a block of this cache, values lie as [S, G, D], but keys as [G, D, S]: keys side by side fill a register, as
+parts of a value do. `attend` reads both where they are and wants S and D in multiples of LANES; `attend_any` takes
+any shape, slowly.
 
 Shape suffix legend
-  T, H, G, D, P, S as in base.py    C = tokens of one sequence, taken together    E = query heads that share a key head
-  R = C * E rows    L = keys, from a multiple of CHUNK
+  T, H, G, D, P, S as in base.py    B = sequences    M = blocks a sequence at most
+  E = query heads that share a key/value head    L = keys in sight, from the start of a block
 """
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from mpi_tp.kernels.invariant_rows import exp_and_sum, largest
-from mpi_tp.kernels.jit import kernel
-from mpi_tp.kernels.simd import LANES, tile_product
+from mpi_tp.kernels.jit import inlined, kernel
+from mpi_tp.kernels.simd import LANES, fma, tile_product
 
 Array = np.ndarray[Any, Any]
 
-CHUNK = 64
-"""Keys copied next to each other at a time."""
-TOKENS = 8
-"""Tokens of one sequence taken together."""
+ZERO = np.float32(0)
 
 
-@numba.njit
-def _gather_keys(keys_PSD: Array, table: Array, start: int, end: int, tiles: Array) -> None:
-    # tiles [CHUNK / LANES, D, LANES]: keys side by side
-    size, width = keys_PSD.shape[1:]
-    for key in range(start, end):
-        tile, lane = divmod(key - start, LANES)
-        for d in range(width):
-            tiles[tile, d, lane] = keys_PSD[table[key // size], key % size, d]
+@inlined
+def _softmax(scores_L: Array, scale: Any) -> None:
+    """Turn scores into weights."""
+    for key in range(scores_L.shape[0]):
+        scores_L[key] *= scale
+    share = np.float32(1.0 / exp_and_sum(scores_L, largest(scores_L), scores_L))
+    for key in range(scores_L.shape[0]):
+        scores_L[key] *= share
 
 
-@numba.njit
-def _gather_values(values_PSD: Array, table: Array, start: int, end: int, tiles: Array) -> None:
-    # tiles [D / LANES, CHUNK, LANES]: parts of a value side by side
-    size, width = values_PSD.shape[1:]
-    for key in range(start, end):
-        for d in range(width):
-            tiles[d // LANES, key - start, d % LANES] = values_PSD[table[key // size], key % size, d]
+@inlined
+def _score(q_ED: Array, keys: Array, table_M: Array, start: int, end: int, scores_EL: Array) -> None:
+    """Write the products of queries and keys start … end - 1; start is a multiple of S.
+
+    keys [P, S / LANES, D, LANES]
+    """
+    tiles = keys.shape[1]
+    for row in range(q_ED.shape[0]):
+        for key in range(scores_EL.shape[1]):
+            scores_EL[row, key] = 0
+    for tile in range(start // LANES, (end + LANES - 1) // LANES):
+        block = table_M[tile // tiles]
+        tile_product(1, 1, q_ED, keys[block, tile % tiles :], scores_EL[:, tile * LANES - start :])
 
 
-@numba.njit
-def _score(q_RD: Array, keys_PSD: Array, table: Array, base: int, end: int) -> Array:
-    """Return the products of queries and keys base … end - 1, [R, L]."""
-    rows, width = q_RD.shape
-    scores_RL = np.zeros((rows, (end - base + CHUNK - 1) // CHUNK * CHUNK), np.float32)
-    tiles = np.zeros((CHUNK // LANES, width, LANES), np.float32)
-    for start in range(base, end, CHUNK):
-        _gather_keys(keys_PSD, table, start, min(start + CHUNK, end), tiles)
-        for tile in range(CHUNK // LANES):
-            tile_product(1, 0, q_RD, tiles[tile:], scores_RL[:, start - base + tile * LANES :])
-    return scores_RL
+@inlined
+def _average(weights_EL: Array, values: Array, table_M: Array, start: int, first: int, end: int, y_ED: Array) -> None:
+    """Add values first … end - 1 by weight to y; values [P, D / LANES, S, LANES]."""
+    size = values.shape[2]
+    for block in range(first // size, (end + size - 1) // size):
+        low, high = max(first, block * size), min(end, (block + 1) * size)
+        weights = weights_EL[:, low - start : high - start]
+        for tile in range(values.shape[1]):
+            part = values[table_M[block], tile:, low - block * size : high - block * size]
+            tile_product(1, 1, weights, part, y_ED[:, tile * LANES :])
 
 
-@numba.njit
-def _add_values(weights_RL: Array, tiles: Array, y_RD: Array) -> None:
-    for tile in range(tiles.shape[0]):
-        tile_product(1, 1, weights_RL, tiles[tile:], y_RD[:, tile * LANES :])
-
-
-@numba.njit
-def _average(weights_RL: Array, values_PSD: Array, table: Array, base: int, seen: Array, y_RD: Array) -> None:
-    """Add values by weight to y; `seen` [C, 2] holds the first key that a token sees and the one past its last."""
-    tokens = seen.shape[0]
-    heads = weights_RL.shape[0] // tokens
-    tiles = np.zeros((y_RD.shape[1] // LANES, CHUNK, LANES), np.float32)
-    for start in range(base, seen[-1, 1], CHUNK):
-        end = start + CHUNK
-        _gather_values(values_PSD, table, start, min(end, seen[-1, 1]), tiles)
-        # Tokens that see the whole chunk follow one another: each bound of what is seen grows with the position.
-        whole = 0
-        for token in range(tokens):
-            low, high = max(seen[token, 0], start), min(seen[token, 1], end)
-            if low == start and high == end:
-                whole += 1
-            elif low < high:
-                rows = slice(token * heads, (token + 1) * heads)
-                _add_values(
-                    weights_RL[rows, low - base : high - base], tiles[:, low - start : high - start], y_RD[rows]
-                )
-        if whole:
-            first = 0
-            while seen[first, 1] < end:
-                first += 1
-            rows = slice(first * heads, (first + whole) * heads)
-            _add_values(weights_RL[rows, start - base : end - base], tiles, y_RD[rows])
-
-
-@numba.njit
-def _attend_together(
-    q_CED: Array, keys_PSD: Array, values_PSD: Array, table: Array, seen: Array, scale: Any, y_CED: Array
+@kernel(
+    "void(float32[:, :, ::1], float32[:, :, :, :, :], float32[:, :, :, :, :], int64[::1], int64[::1], int64[::1],"
+    "int32[:, ::1], float32, int64, float32[:, :, ::1])"
+)
+def attend(
+    q_THD: Array,
+    keys: Array,
+    values: Array,
+    kv_index_H: Array,
+    positions_T: Array,
+    sequences_T: Array,
+    tables_BM: Array,
+    scale: Any,
+    window: int,
+    y_THD: Array,
 ) -> None:
-    tokens, heads, width = q_CED.shape
-    base = seen[0, 0] // CHUNK * CHUNK
-    scores_RL = _score(q_CED.copy().reshape(tokens * heads, width), keys_PSD, table, base, seen[-1, 1])
-    sums_RD = np.zeros((tokens * heads, (width + LANES - 1) // LANES * LANES), np.float32)
-    totals_R = np.empty(tokens * heads)
-    for row in range(tokens * heads):
-        low, high = seen[row // heads, 0] - base, seen[row // heads, 1] - base
-        scores_L = scores_RL[row, low:high]
-        for key in range(high - low):
-            scores_L[key] *= scale
-        totals_R[row] = exp_and_sum(scores_L, largest(scores_L), scores_L)
-    _average(scores_RL, values_PSD, table, base, seen, sums_RD)
-    for row in range(tokens * heads):
-        share = np.float32(1.0 / totals_R[row])
-        for d in range(width):
-            y_CED[row // heads, row % heads, d] = sums_RD[row, d] * share
+    """Add the attention of each token over its own sequence, the last `window` keys of it, to y, zero on entry.
+
+    keys [P, G, S / LANES, D, LANES]    values [P, G, D / LANES, S, LANES]
+    """
+    heads, size = q_THD.shape[1], values.shape[3]
+    last = 0
+    while last < heads:
+        head, shared = last, kv_index_H[last]
+        while last < heads and kv_index_H[last] == shared:
+            last += 1
+        keys_of_head, values_of_head = keys[:, shared], values[:, shared]
+        scores_EL = np.empty((last - head, tables_BM.shape[1] * size), np.float32)
+        # Tokens of one sequence follow one another and find the keys of this head in the processor's cache.
+        for token in range(q_THD.shape[0]):
+            end = positions_T[token] + 1
+            first = max(0, end - window)
+            start = first // size * size
+            table_M, y_ED = tables_BM[sequences_T[token]], y_THD[token, head:last]
+            _score(q_THD[token, head:last], keys_of_head, table_M, start, end, scores_EL)
+            for row in range(last - head):
+                _softmax(scores_EL[row, first - start : end - start], scale)
+            _average(scores_EL, values_of_head, table_M, start, first, end, y_ED)
 
 
 @kernel(
     "void(float32[:, :, ::1], float32[:, :, :, ::1], float32[:, :, :, ::1], int64[::1], int64[::1], int64[::1],"
-    "int32[:, ::1], float64, int64, float32[:, :, ::1])"
+    "int32[:, ::1], float32, int64, float32[:, :, ::1])"
 )
-def attend(
+def attend_any(
     q_THD: Array,
-    keys_PSGD: Array,
+    keys_PGDS: Array,
     values_PSGD: Array,
     kv_index_H: Array,
     positions_T: Array,
-    sequence_ids_T: Array,
-    block_tables: Array,
-    scale: float,
+    sequences_T: Array,
+    tables_BM: Array,
+    scale: Any,
     window: int,
     y_THD: Array,
 ) -> None:
-    """Write the attention of each token over its own sequence, the last `window` keys of it, to y."""
-    tokens, heads = q_THD.shape[:2]
-    first = 0
-    while first < tokens:
-        sequence, last = sequence_ids_T[first], first + 1
-        while last < tokens and sequence_ids_T[last] == sequence and last - first < TOKENS:
-            last += 1
-        seen = np.empty((last - first, 2), np.int64)
-        for token in range(first, last):
-            seen[token - first] = max(0, positions_T[token] + 1 - window), positions_T[token] + 1
-        head = 0
-        while head < heads:
-            shared, end = kv_index_H[head], head + 1
-            while end < heads and kv_index_H[end] == shared:
-                end += 1
-            q_CED, y_CED = q_THD[first:last, head:end], y_THD[first:last, head:end]
-            keys, values = keys_PSGD[:, :, shared], values_PSGD[:, :, shared]
-            _attend_together(q_CED, keys, values, block_tables[sequence], seen, np.float32(scale), y_CED)
-            head = end
-        first = last
+    """Do what `attend` does for any S and D."""
+    tokens, heads, width = q_THD.shape
+    size = values_PSGD.shape[1]
+    for token in range(tokens):
+        first, end = max(0, positions_T[token] + 1 - window), positions_T[token] + 1
+        table_M = tables_BM[sequences_T[token]]
+        weights_L = np.empty(end - first, np.float32)
+        for head in range(heads):
+            shared = kv_index_H[head]
+            for key in range(first, end):
+                score = ZERO
+                for d in range(width):
+                    score = fma(q_THD[token, head, d], keys_PGDS[table_M[key // size], shared, d, key % size], score)
+                weights_L[key - first] = score
+            _softmax(weights_L, scale)
+            for key in range(first, end):
+                weight = weights_L[key - first]
+                for d in range(width):
+                    value = values_PSGD[table_M[key // size], key % size, shared, d]
+                    y_THD[token, head, d] = fma(weight, value, y_THD[token, head, d])
 
 
-@kernel("void(float32[:, :, ::1], float32[:, :, :, ::1], int64[::1])")
-def store(new_TGD: Array, cache_PSGD: Array, slots_T: Array) -> None:
-    """Copy each token's keys (or values) to its slot."""
-    size = cache_PSGD.shape[1]
-    for token in range(new_TGD.shape[0]):
-        cache_PSGD[slots_T[token] // size, slots_T[token] % size] = new_TGD[token]
+@kernel("void(float32[:, :, ::1], float32[:, :, ::1], float32[:, :, :, ::1], float32[:, :, :, ::1], int64[::1])")
+def store(k_TGD: Array, v_TGD: Array, keys_PGDS: Array, values_PSGD: Array, slots_T: Array) -> None:
+    """Copy each token's keys and values to its slot."""
+    tokens, heads, width = k_TGD.shape
+    size = values_PSGD.shape[1]
+    for token in range(tokens):
+        block, place = slots_T[token] // size, slots_T[token] % size
+        for head in range(heads):
+            for d in range(width):
+                keys_PGDS[block, head, d, place] = k_TGD[token, head, d]
+                values_PSGD[block, place, head, d] = v_TGD[token, head, d]

@@ -7,10 +7,9 @@ stands. Here every step is an IEEE operation or a fused multiply-add, whose bits
 import math
 from typing import Any
 
-import numba
 import numpy as np
 
-from mpi_tp.kernels.jit import kernel
+from mpi_tp.kernels.jit import inlined, kernel
 from mpi_tp.kernels.simd import LANES, bits_of_float, float_of_bits, fma
 
 Array = np.ndarray[Any, Any]
@@ -29,7 +28,7 @@ EXP_LOWEST, EXP_HIGHEST = np.float32(-104), np.float32(89)
 ONE = np.float32(1)
 
 
-@numba.njit
+@inlined
 def exp(x: Any) -> Any:
     """Return e^x in float32, within 1.1 units in the last place (the polynomial of Cephes' expf)."""
     x = EXP_LOWEST if x < EXP_LOWEST else x
@@ -48,12 +47,14 @@ def exp(x: Any) -> Any:
     return mantissa * scale * float_of_bits(np.int32((exponent - half + 127) << 23))
 
 
-@numba.njit
+@inlined
 def exp_and_sum(x_K: Array, shift: Any, y_K: Array) -> Any:
     """Write exp(x - shift) to y and return its sum in float64: LANES interleaved sums, then those in order."""
     for k in range(x_K.shape[0]):
         y_K[k] = exp(x_K[k] - shift)
-    sums = np.zeros(LANES)
+    sums = np.empty(LANES)
+    for lane in range(LANES):
+        sums[lane] = 0.0
     whole = x_K.shape[0] - x_K.shape[0] % LANES
     for k in range(0, whole, LANES):
         for lane in range(LANES):
@@ -66,7 +67,7 @@ def exp_and_sum(x_K: Array, shift: Any, y_K: Array) -> Any:
     return total
 
 
-@numba.njit
+@inlined
 def largest(x_K: Array) -> Any:
     """Return the largest number; one that is no number (NaN) is passed over."""
     most = np.float32(-np.inf)

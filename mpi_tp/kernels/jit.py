@@ -1,5 +1,6 @@
 """How kernels are compiled: ahead of the first call, for this CPU, and kept on disk for the next process."""
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable
@@ -35,18 +36,30 @@ intrinsic: Callable[[Callable[..., Any]], Any] = numba.extending.intrinsic(prefe
 """Decorator of a function that writes LLVM code; integers written out in a call reach it as literals."""
 
 
+inlined: Callable[[Callable[..., Any]], Any] = numba.njit(inline="always")
+"""Decorator of a function that becomes part of the kernels that call it, with no compilation of its own."""
+
+
 def kernel(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile a function for the one `signature` at definition; without a folder to write to, for this process alone.
+    """Compile a function for the one `signature` at its first call; with no folder to write to, for this process alone.
 
     Multiplications and additions are fused only where the source says so (`simd.fma`), and never reordered.
     """
 
-    def compile_now(function: Callable[..., Any]) -> Callable[..., Any]:
-        try:
-            return numba.njit([signature], cache=True, nogil=True)(function)
-        except RuntimeError as error:
-            if "cannot cache function" not in str(error):
-                raise
-            return numba.njit([signature], nogil=True)(function)
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.cache
+        def compiled() -> Any:
+            try:
+                return numba.njit([signature], cache=True, nogil=True)(function)
+            except RuntimeError as error:
+                if "cannot cache function" not in str(error):
+                    raise
+                return numba.njit([signature], nogil=True)(function)
 
-    return compile_now
+        @functools.wraps(function)
+        def call(*arguments: Any) -> None:
+            compiled()(*arguments)
+
+        return call
+
+    return declare

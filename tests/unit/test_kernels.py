@@ -198,9 +198,10 @@ def test_write_kv_touches_its_slots_only(numerics):
     k, v, slots = random(1, 3, 2, 5), random(2, 3, 2, 5), torch.tensor([11, 0, 4])
     kernels_for(numerics).write_kv(k, v, cache, slots)
     for stored, new, old in zip(cache, (k, v), (7.0, 8.0), strict=True):
-        rows = stored.flatten(0, 1)
-        assert torch.equal(rows[slots], new)
-        assert (rows[[1, 2, 3, 5, 6, 7, 8, 9, 10]] == old).all()
+        # The order inside a block is the kernels' own; the blocks are not.
+        for block, token in ((3, 0), (0, 1), (1, 2)):
+            assert torch.equal(stored[block][stored[block] != old].sort().values, new[token].flatten().sort().values)
+        assert (stored[2] == old).all()
 
 
 def test_select():
