@@ -1,6 +1,7 @@
 """Checkpoint readers, one file per format, and `open_checkpoint`, which tells the formats apart by content."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,8 +32,12 @@ def open_checkpoint(path: str | os.PathLike[str], quantised_dtype: torch.dtype =
     damaged, ConfigurationError if it is something else than a checkpoint.
     """
     source = Path(path)
-    if source.is_dir():
-        return HuggingFaceReader(source)
+    open_file = partial(_open_file, quantised_dtype=quantised_dtype)
+    return HuggingFaceReader(source, open_file) if source.is_dir() else open_file(source)
+
+
+def _open_file(source: Path, quantised_dtype: torch.dtype) -> CheckpointReader:
+    """Open a single file by its first bytes."""
     start = _first_bytes(source)
     if start.startswith(b"GGUF"):
         return GgufReader(source, quantised_dtype)

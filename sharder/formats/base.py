@@ -6,6 +6,7 @@ the process is bounded by its largest tensor, and a truncated file is an error w
 
 import math
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -81,7 +82,7 @@ class CheckpointReader(Protocol):
     ) -> None: ...
 
 
-class SingleFile:
+class SingleFile(ABC):
     """The part of a reader that is the same for every format of one file: descriptor, size, header digest.
 
     A format parses its structure in `_parse`. Raises FileError if `path` cannot be opened, and whatever `_parse`
@@ -102,9 +103,9 @@ class SingleFile:
             self.close()
             raise
 
+    @abstractmethod
     def _parse(self) -> None:
         """Read and check everything but tensor data."""
-        raise NotImplementedError
 
     def read_header(self, offset: int, length: int, what: str) -> bytes:
         """Read `length` bytes that describe tensors; they become part of `header_digest`."""

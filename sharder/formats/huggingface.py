@@ -12,18 +12,13 @@ import xxhash
 
 from mpi_tp.errors import ConfigurationError, FileError
 from sharder.formats.base import CheckpointReader, TensorSpec
-from sharder.formats.safetensors_file import SafetensorsReader
-from sharder.formats.torch_file import TorchFileReader
 
-# The order in which transformers looks: one whole file, an index of several, else whatever lies there.
-LAYOUTS: tuple[tuple[str, str, Callable[[Path], CheckpointReader]], ...] = (
-    ("model.safetensors", "*.safetensors", SafetensorsReader),
-    ("pytorch_model.bin", "pytorch_model*.bin", TorchFileReader),
-)
+# Where transformers looks, in this order: one whole file, the index of several; we then take whatever lies there.
+LAYOUTS = (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "pytorch_model*.bin"))
 
 
 class HuggingFaceReader:
-    """All tensors of a model folder.
+    """All tensors of a model folder, whose files are opened by `open_file`.
 
     Raises FileError for a missing or damaged file, ConfigurationError for a folder without weights or with two
     tensors of one name.
@@ -31,11 +26,11 @@ class HuggingFaceReader:
 
     kind = "huggingface"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, open_file: Callable[[Path], CheckpointReader]) -> None:
         self.path = path
         config_file = path / "config.json"
         self.config = read_json(config_file) if config_file.exists() else None
-        files, open_file, index = _find_weights(path)
+        files, index = _find_weights(path)
         with ExitStack() as stack:
             self._readers = [stack.enter_context(open_file(file)) for file in files]
             self._owners = _merge(self._readers)
@@ -93,19 +88,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _find_weights(
-    folder: Path,
-) -> tuple[list[Path], Callable[[Path], CheckpointReader], Mapping[str, str]]:
-    """Return the weight files, their reader, and the index (tensor name to file name; empty without one)."""
-    for whole, pattern, open_file in LAYOUTS:
+def _find_weights(folder: Path) -> tuple[list[Path], Mapping[str, str]]:
+    """Return the weight files and the index (tensor name to file name; empty without one)."""
+    for whole, pattern in LAYOUTS:
         index_file = folder / f"{whole}.index.json"
         if (folder / whole).exists():
-            return [folder / whole], open_file, {}
+            return [folder / whole], {}
         if index_file.exists():
             index = _read_index(index_file)
-            return [folder / name for name in sorted(set(index.values()))], open_file, index
+            return [folder / name for name in sorted(set(index.values()))], index
         if files := sorted(folder.glob(pattern)):
-            return files, open_file, {}
+            return files, {}
     raise ConfigurationError(
         f"{folder} holds no .safetensors and no pytorch_model*.bin files; "
         "for another form (.pt, .gguf) give the file itself"

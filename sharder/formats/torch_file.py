@@ -163,10 +163,15 @@ def _unpickle(pickled: bytes, records: Mapping[str, _Record], path: Path) -> Any
     except FileError:
         raise
     except UnpicklingError as error:
-        reason = str(error).split(". ")[0]
+        reason = _one_line(error)
         raise ConfigurationError(f"{path} asks for more than tensors, refused: {reason}; {RESAVE}") from error
     except Exception as error:  # a hostile stream can fail in any way inside the unpickler
-        raise ConfigurationError(f"{path} does not hold a state dict: {error!r}; {RESAVE}") from error
+        raise ConfigurationError(f"{path} does not hold a state dict: {_one_line(error)}; {RESAVE}") from error
+
+
+def _one_line(error: Exception) -> str:
+    """Return the first sentence of a message that may quote anything from the file."""
+    return " ".join(str(error).split(". ")[0].split())[:200]
 
 
 def _split_config(content: Any, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from mpi_tp.errors import ConfigurationError, FileError, JobError
-from sharder.formats import open_checkpoint
+from sharder.formats import base, open_checkpoint
 from sharder.formats.safetensors_file import DTYPES
 from tests.support.checkpoints import FORMS, bits_equal, write_gguf
 from tests.support.tiny import hf_weights, tiny_model
@@ -48,6 +48,14 @@ def test_every_tensor_comes_back_bit_for_bit(form: str, model_name: str, tmp_pat
             assert bits_equal(tensor, expected[name]), name
             assert tensor.is_contiguous()
             assert (reader.spec(name).dtype, reader.spec(name).shape) == (tensor.dtype, tuple(tensor.shape))
+
+
+def test_short_reads_are_continued(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "READ_CHUNK_BYTES", 7)
+    expected = hf_weights(MODELS["llama"])
+    with open_checkpoint(source) as reader:
+        for name in ("model.norm.weight", "model.layers.0.self_attn.k_proj.weight"):
+            assert bits_equal(reader.read(name), expected[name])
 
 
 def test_a_tensor_has_memory_of_its_own(source: Path) -> None:
@@ -131,8 +139,8 @@ def test_damage_never_ends_in_a_traceback(suffix: str, tmp_path: Path) -> None:
         damaged[position] ^= (0xFF, 0x80, 0x01)[position % 3]
         source.write_bytes(damaged)
         with contextlib.suppress(JobError), open_checkpoint(source) as reader:
-            assert len([reader.read(name) for name in reader.names()]) > 0
-            assert reader.config is None or len(reader.config) > 0
+            for name in reader.names():
+                reader.read(name)
 
 
 @pytest.mark.parametrize("code", DTYPES)

@@ -1,5 +1,6 @@
 """`torch.save` files: views, tied and transposed tensors, archives packed by others, and hostile pickles."""
 
+import contextlib
 import os
 import pickle
 import zipfile
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpi_tp.errors import ConfigurationError, FileError
+from mpi_tp.errors import ConfigurationError, FileError, JobError
 from sharder.formats import open_checkpoint
 from tests.support.checkpoints import bits_equal
 
@@ -145,6 +146,21 @@ def test_a_broken_pickle_is_a_configuration_error(stream: bytes, tmp_path: Path)
     path = repack(save(tmp_path / "a.pt", {"weight": torch.zeros(2)}), tmp_path / "b.pt", data_pkl=stream)
     with pytest.raises(ConfigurationError, match=r"b\.pt"):
         open_checkpoint(path)
+
+
+def test_a_spoiled_pickle_never_ends_in_a_traceback(tmp_path: Path) -> None:
+    """The archive's own checksum is right here, so that the spoiled bytes reach the unpickler."""
+    path = save(tmp_path / "a.pt", {"model": {"weight": torch.randn(4, 6).t()}, "config": {"hidden_size": 6}})
+    with zipfile.ZipFile(path) as archive:
+        stream = archive.read("a/data.pkl")
+    for position in range(2, len(stream)):
+        spoiled = stream[:position] + bytes([stream[position] ^ 0x1F]) + stream[position + 1 :]
+        with (
+            contextlib.suppress(JobError),
+            open_checkpoint(repack(path, tmp_path / "b.pt", data_pkl=spoiled)) as reader,
+        ):
+            for name in reader.names():
+                reader.read(name)
 
 
 @pytest.mark.parametrize(
