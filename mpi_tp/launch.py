@@ -82,7 +82,10 @@ class Job:
         """End all ranks with `error`, told once: by the lowest of the ranks that failed alike."""
         for number in _STOPPING:
             signal.signal(number, signal.SIG_IGN)
-        if isinstance(error, PeerError) or self._lowest_failed(failed=True) != self.rank:
+        # A launcher stops the others when one has failed: those that were only stopped leave it the last word.
+        was_stopped = isinstance(error, StoppedError | KeyboardInterrupt)
+        claim = self.size + self.rank if was_stopped else self.rank
+        if isinstance(error, PeerError) or self._guilty_rank(claim) != self.rank:
             time.sleep(_END_SECONDS)
         elif not isinstance(error, JobError | KeyboardInterrupt):
             traceback.print_exception(error)
@@ -92,28 +95,30 @@ class Job:
         sys.exit(exit_code)
 
     def _leave_together(self) -> None:
-        lowest = self._lowest_failed(failed=False)
-        if lowest is not None:
-            raise PeerError(f"rank {lowest} has failed")
+        guilty = self._guilty_rank(claim=None)
+        if guilty is not None:
+            raise PeerError(f"rank {guilty} has failed")
 
-    def _lowest_failed(self, failed: bool) -> int | None:
-        """Agree on the lowest rank that failed; collective. None if none did.
+    def _guilty_rank(self, claim: int | None) -> int | None:
+        """Agree on the rank with the lowest claim, modulo `size`; collective. None if no rank has one.
 
-        A failed rank that the others leave alone, since they are busy or wait for it elsewhere, takes it to be itself.
+        A rank with a claim that the others leave alone, since they are busy or wait for it elsewhere, takes it to be
+        itself.
         """
         from mpi4py import MPI
 
-        mine = np.array([self.rank if failed else self.size])
+        no_claim = 2 * self.size
+        mine = np.array([no_claim if claim is None else claim])
         lowest = np.empty_like(mine)
         request = self._control.Iallreduce(mine, lowest, MPI.MIN)
         patience = _PATIENCE_SECONDS + _TURN_SECONDS * min(self.rank, _LAST_TURN)
-        deadline = time.monotonic() + patience if failed else float("inf")
+        deadline = float("inf") if claim is None else time.monotonic() + patience
         with self._watchdog.waiting():
             while not request.Test():
                 if time.monotonic() > deadline:
                     return self.rank
                 time.sleep(0.001)
-        return int(lowest[0]) if lowest[0] < self.size else None
+        return int(lowest[0]) % self.size if lowest[0] < no_claim else None
 
     def _end_from_watchdog(self, message: str, delay: float) -> NoReturn:
         time.sleep(delay + _TURN_SECONDS * min(self.rank, _LAST_TURN))
@@ -142,6 +147,7 @@ def run(main: Callable[[Job], int], stall_timeout: float = 300.0) -> NoReturn:
     """
     job = _start(stall_timeout)
     try:
+        _heed_signals()
         exit_code = main(job)
         job.finish()
     except BaseException as error:  # SystemExit too: it would leave the other ranks waiting
@@ -153,6 +159,7 @@ def join(stall_timeout: float = 300.0) -> Job:
     """Start MPI in a script that does without `run`; an exception that it does not catch ends all ranks likewise."""
     job = _start(stall_timeout)
     sys.excepthook = lambda _, error, __: job.fail(error)
+    _heed_signals()
     return job
 
 
@@ -213,10 +220,12 @@ def _start(stall_timeout: float) -> Job:
                 f'mpi4py finds no MPI ({error}): load your site\'s MPI module, or pip install "mpi-tp[mpi]"'
             ) from error
         check_launcher(MPI.COMM_WORLD.size, os.environ)
-    job = Job(MPI.COMM_WORLD, stall_timeout)
+    return Job(MPI.COMM_WORLD, stall_timeout)
+
+
+def _heed_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _stop)
-    return job
 
 
 def _stop(number: int, frame: FrameType | None) -> Any:

@@ -93,7 +93,7 @@ def test_a_fault_ends_ranks_that_have_finished_the_phase(mpirun: MpiRun, program
     check_fault(mpirun(3, program, fault, str(rank), "finish"), fault, rank)
 
 
-@pytest.mark.parametrize(("fault", "rank"), [("exception", 0), ("stall", 1), ("configuration", 2), ("signal", 1)])
+@pytest.mark.parametrize(("fault", "rank"), [("exception", 0), ("stall", 1), ("configuration", 2)])
 def test_a_fault_ends_ranks_that_wait_in_a_collective(mpirun: MpiRun, program: Path, fault: str, rank: int) -> None:
     check_fault(mpirun(3, program, fault, str(rank), "collective"), fault, rank)
 
@@ -164,7 +164,24 @@ def test_a_missing_mpi_is_told_in_one_line(program: Path) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_ranks_end_when_their_launcher_is_killed(mpirun: MpiRun, program: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_uncaught_exception_in_a_script_ends_all_ranks(mpirun: MpiRun, tmp_path: Path, n: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from mpi_tp import launch\n"
+        "from mpi_tp.errors import FileError\n"
+        "job = launch.join()\n"
+        "if job.rank == job.size - 1:\n"
+        "    raise FileError('a.h5 is damaged: shard again')\n"
+        "job.world.Barrier()\n"
+    )
+    result = mpirun(n, script)
+    assert result.returncode == 74
+    assert last_words(result.stderr) == [f"mpi_tp: [rank {n - 1}/{n}] a.h5 is damaged: shard again"]
+    assert "Traceback" not in result.stderr
+
+
+def test_ranks_end_when_their_launcher_is_killed(mpirun: MpiRun, tmp_path: Path) -> None:
     script = tmp_path / "pids.py"
     script.write_text(
         "import os, time\nfrom mpi_tp import launch\n"
