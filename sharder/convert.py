@@ -80,9 +80,8 @@ def _is_there(directory: Path, options: SetOptions, tokenizer: Path) -> bool:
 def _write(directory: Path, source: ModelSource, options: SetOptions, tokenizer: Path, overwrite: bool) -> None:
     plan = plan_shards(source.rows, options.strategy, options.ranks)
     with ShardSetWriter(directory, options, overwrite) as writer, progress(source.total_bytes, "sharding") as bar:
-        for planned in plan.values():
-            tensor = source.read(planned.name)
-            writer.add(planned, tensor)
+        for name, tensor in source.read_ahead(plan):
+            writer.add(plan[name], tensor)
             bar.update(tensor.nbytes)
         if any(tokenizer.iterdir()):
             writer.add_tokenizer(tokenizer)
@@ -93,11 +92,10 @@ def _compare(directory: Path, source: ModelSource) -> None:
     """Compare every tensor of the source with the set's checksums."""
     entries = ShardSet.open(directory).manifest.tensors
     with progress(source.total_bytes, "comparing") as bar:
-        for row in source.rows:
-            tensor = source.read(row.name)
-            if tensor_checksum(tensor) != entries[row.name].checksum:
+        for name, tensor in source.read_ahead(entries):
+            if tensor_checksum(tensor) != entries[name].checksum:
                 raise ConfigurationError(
-                    f"{directory}/ was made from another {source.reader.path}: tensor {row.name} differs: "
+                    f"{directory}/ was made from another {source.reader.path}: tensor {name} differs: "
                     "pass --overwrite to replace the set, or another folder with -o"
                 )
             bar.update(tensor.nbytes)

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,17 @@ class ModelSource:
             largest = tensor[tensor.isfinite()].abs().max().item()
             raise ConfigurationError(f"tensor {name} holds {largest:g}, too large for float16: use --dtype bfloat16")
         return cast
+
+    def read_ahead(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of those names in turn, each with its name, reading the next one meanwhile."""
+        names = list(names)
+        with ThreadPoolExecutor(max_workers=1) as reader:
+            pending = reader.submit(self.read, names[0])
+            for name, following in zip_longest(names, names[1:]):
+                tensor = pending.result()
+                if following:
+                    pending = reader.submit(self.read, following)
+                yield name, tensor
 
     @property
     def total_bytes(self) -> int:

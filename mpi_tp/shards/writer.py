@@ -51,15 +51,14 @@ class ShardSetWriter:
             with self._file_errors():
                 self._open_files()
         except BaseException:
-            self._abandon()
+            self._close()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._committed:
-            self._abandon()
+        self._close()
 
     def add(self, planned: PlannedTensor, tensor: torch.Tensor) -> TensorEntry:
         """Write each rank's part of a whole CPU `tensor`, which has the shape that `planned` says."""
@@ -113,10 +112,11 @@ class ShardSetWriter:
             path = self._staging.path / rank_file_name(rank, ranks)
             self._files.append(RankFileWriter(path, rank, self._options))
 
-    def _abandon(self) -> None:
+    def _close(self) -> None:
         for file in self._files:
-            file.abandon()
-        self._staging.abandon()
+            file.close()
+        if not self._committed:
+            self._staging.abandon()
 
     @contextlib.contextmanager
     def _file_errors(self) -> Iterator[None]:
