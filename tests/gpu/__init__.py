@@ -1,0 +1,1 @@
+"""Tests that need a GPU; also to be run under mpirun."""
