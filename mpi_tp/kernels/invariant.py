@@ -4,7 +4,6 @@ The bits of a row of a result depend on that row and the weights alone. Activati
 float32 whatever the weights; float32 and bfloat16 weights stay as they are, float16 ones are widened (exactly).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,15 +124,13 @@ class InvariantKernels:
     ) -> torch.Tensor:
         """Return causal attention [T, H, D] of each token over its own sequence."""
         y_THD = torch.zeros(q_THD.shape)
-        keys, values = _by_head(cache[0]), cache[1]
+        keys_PGDS, values_PSGD = _by_head(cache[0]), cache[1]
+        size, _, width = values_PSGD.shape[1:]
+        fits = size % LANES == width % LANES == 0
+        attend = invariant_attention.attend if fits else invariant_attention.attend_any
         where = (kv_index_H, inputs.positions, inputs.sequence_ids, inputs.block_tables)
-        attend: Callable[..., None] = invariant_attention.attend_any
-        if keys.shape[-1] % LANES == keys.shape[-2] % LANES == 0:
-            attend = invariant_attention.attend
-            keys = keys.unflatten(-1, (-1, LANES)).permute(0, 1, 3, 2, 4)
-            values = values.unflatten(-1, (-1, LANES)).permute(0, 2, 3, 1, 4)
         limit = UNLIMITED if window is None else window
-        attend(_array(q_THD), keys.numpy(), values.numpy(), *map(_array, where), scale, limit, y_THD.numpy())
+        attend(_array(q_THD), keys_PGDS.numpy(), values_PSGD.numpy(), *map(_array, where), scale, limit, y_THD.numpy())
         return y_THD
 
     def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:

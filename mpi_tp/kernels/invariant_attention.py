@@ -36,40 +36,41 @@ def _softmax(scores_L: Array, scale: Any) -> None:
 
 
 @inlined
-def _score(q_ED: Array, keys: Array, table_M: Array, start: int, end: int, scores_EL: Array) -> None:
-    """Write the products of queries and keys start … end - 1; start is a multiple of S.
-
-    keys [P, S / LANES, D, LANES]
-    """
-    tiles = keys.shape[1]
+def _score(q_ED: Array, keys_PDS: Array, table_M: Array, start: int, end: int, scores_EL: Array) -> None:
+    """Write the products of queries and keys start … end - 1; start is a multiple of S."""
+    size = keys_PDS.shape[2]
     for row in range(q_ED.shape[0]):
         for key in range(scores_EL.shape[1]):
             scores_EL[row, key] = 0
-    for tile in range(start // LANES, (end + LANES - 1) // LANES):
-        block = table_M[tile // tiles]
-        tile_product(1, 1, q_ED, keys[block, tile % tiles :], scores_EL[:, tile * LANES - start :])
+    for tile in range(start, end, LANES):
+        tile_product(1, 1, q_ED, keys_PDS[table_M[tile // size], :, tile % size :], scores_EL[:, tile - start :])
 
 
 @inlined
-def _average(weights_EL: Array, values: Array, table_M: Array, start: int, first: int, end: int, y_ED: Array) -> None:
-    """Add values first … end - 1 by weight to y; values [P, D / LANES, S, LANES]."""
-    size = values.shape[2]
+def _average(
+    weights_EL: Array, values_PSD: Array, table_M: Array, start: int, first: int, end: int, y_ED: Array
+) -> None:
+    """Add values first … end - 1 by weight to y."""
+    size, width = values_PSD.shape[1:]
     for block in range(first // size, (end + size - 1) // size):
         low, high = max(first, block * size), min(end, (block + 1) * size)
         weights = weights_EL[:, low - start : high - start]
-        for tile in range(values.shape[1]):
-            part = values[table_M[block], tile:, low - block * size : high - block * size]
-            tile_product(1, 1, weights, part, y_ED[:, tile * LANES :])
+        values = values_PSD[table_M[block], low - block * size : high - block * size]
+        pairs = width // (2 * LANES) * (2 * LANES)
+        for d in range(0, pairs, 2 * LANES):
+            tile_product(2, 1, weights, values[:, d:], y_ED[:, d:])
+        if pairs < width:
+            tile_product(1, 1, weights, values[:, pairs:], y_ED[:, pairs:])
 
 
 @kernel(
-    "void(float32[:, :, ::1], float32[:, :, :, :, :], float32[:, :, :, :, :], int64[::1], int64[::1], int64[::1],"
+    "void(float32[:, :, ::1], float32[:, :, :, ::1], float32[:, :, :, ::1], int64[::1], int64[::1], int64[::1],"
     "int32[:, ::1], float32, int64, float32[:, :, ::1])"
 )
 def attend(
     q_THD: Array,
-    keys: Array,
-    values: Array,
+    keys_PGDS: Array,
+    values_PSGD: Array,
     kv_index_H: Array,
     positions_T: Array,
     sequences_T: Array,
@@ -78,17 +79,14 @@ def attend(
     window: int,
     y_THD: Array,
 ) -> None:
-    """Add the attention of each token over its own sequence, the last `window` keys of it, to y, zero on entry.
-
-    keys [P, G, S / LANES, D, LANES]    values [P, G, D / LANES, S, LANES]
-    """
-    heads, size = q_THD.shape[1], values.shape[3]
+    """Add the attention of each token over its own sequence, the last `window` keys of it, to y, zero on entry."""
+    heads, size = q_THD.shape[1], values_PSGD.shape[1]
     last = 0
     while last < heads:
         head, shared = last, kv_index_H[last]
         while last < heads and kv_index_H[last] == shared:
             last += 1
-        keys_of_head, values_of_head = keys[:, shared], values[:, shared]
+        keys_PDS, values_PSD = keys_PGDS[:, shared], values_PSGD[:, :, shared]
         scores_EL = np.empty((last - head, tables_BM.shape[1] * size), np.float32)
         # Tokens of one sequence follow one another and find the keys of this head in the processor's cache.
         for token in range(q_THD.shape[0]):
@@ -96,10 +94,10 @@ def attend(
             first = max(0, end - window)
             start = first // size * size
             table_M, y_ED = tables_BM[sequences_T[token]], y_THD[token, head:last]
-            _score(q_THD[token, head:last], keys_of_head, table_M, start, end, scores_EL)
+            _score(q_THD[token, head:last], keys_PDS, table_M, start, end, scores_EL)
             for row in range(last - head):
                 _softmax(scores_EL[row, first - start : end - start], scale)
-            _average(scores_EL, values_of_head, table_M, start, first, end, y_ED)
+            _average(scores_EL, values_PSD, table_M, start, first, end, y_ED)
 
 
 @kernel(

@@ -70,10 +70,19 @@ def exp_and_sum(x_K: Array, shift: Any, y_K: Array) -> Any:
 @inlined
 def largest(x_K: Array) -> Any:
     """Return the largest number; one that is no number (NaN) is passed over."""
-    most = np.float32(-np.inf)
-    for k in range(x_K.shape[0]):
-        most = x_K[k] if x_K[k] > most else most
-    return most
+    tops = np.empty(LANES, np.float32)
+    for lane in range(LANES):
+        tops[lane] = -np.inf
+    whole = x_K.shape[0] - x_K.shape[0] % LANES
+    for k in range(0, whole, LANES):
+        for lane in range(LANES):
+            tops[lane] = x_K[k + lane] if x_K[k + lane] > tops[lane] else tops[lane]
+    for k in range(whole, x_K.shape[0]):
+        tops[0] = x_K[k] if x_K[k] > tops[0] else tops[0]
+    top = tops[0]
+    for lane in range(1, LANES):
+        top = tops[lane] if tops[lane] > top else top
+    return top
 
 
 @kernel("void(float32[:, ::1], float32[::1], float64, float32[:, ::1])")

@@ -50,11 +50,11 @@ def kernel(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         @functools.cache
         def compiled() -> Any:
             try:
-                return numba.njit([signature], cache=True, nogil=True)(function)
+                return numba.njit([signature], cache=True, nogil=True, error_model="numpy")(function)
             except RuntimeError as error:
                 if "cannot cache function" not in str(error):
                     raise
-                return numba.njit([signature], nogil=True)(function)
+                return numba.njit([signature], nogil=True, error_model="numpy")(function)
 
         @functools.wraps(function)
         def call(*arguments: Any) -> None:

@@ -68,8 +68,8 @@ def bits_of_float(_typing: Any, number: Any) -> Any:
 def tile_product(_typing: Any, tiles: Any, carry: Any, x: Any, w: Any, y: Any) -> Any:
     """Add x · w to y for all rows of x, with every sum in a register and in the order of k.
 
-    x [M, K] float32    w [tiles or more, K, LANES] float32 or bfloat16 (as uint16)
-    y [M, tiles * LANES or more] float32
+    x [M, K] float32    y [M, tiles * LANES or more] float32
+    w [tiles or more, K, LANES] or [K, tiles * LANES or more] float32 or bfloat16 (as uint16)
     The last axis of each array is dense; the others may have gaps. No bounds are checked.
 
     With `carry` 1 a sum goes on from y; with 0 it starts from zero and is added to y at the end. `tiles`, 1 to 6, and
@@ -149,7 +149,10 @@ class _TileProduct:
     ) -> tuple[list[ir.Value], list[ir.Value], dict[tuple[int, int], ir.Value]]:
         """Return where the rows of x and the tiles of w begin, and the vectors of y by row and tile."""
         builder, index = self.builder, ir.IntType(64)
-        tiles = [self.w.row(index(tile)) for tile in range(self.tiles)]
+        if len(self.w.shape) == 2:
+            tiles = [builder.gep(self.w.data, [index(tile * LANES)]) for tile in range(self.tiles)]
+        else:
+            tiles = [self.w.row(index(tile)) for tile in range(self.tiles)]
         targets = {}
         for m, row in enumerate(rows):
             for t in range(self.tiles):
@@ -163,7 +166,7 @@ class _TileProduct:
     def _weight(self, tile: ir.Value, k: ir.Value) -> ir.Value:
         """Load the LANES weights of one k as float32."""
         builder = self.builder
-        address = cgutils.pointer_add(builder, tile, builder.mul(k, self.w.strides[1]))
+        address = cgutils.pointer_add(builder, tile, builder.mul(k, self.w.strides[-2]))
         if tile.type == FLOAT.as_pointer():
             return self._load(builder.bitcast(address, VECTOR.as_pointer()))
         halves = builder.load(builder.bitcast(address, HALVES.as_pointer()), align=2)
