@@ -60,11 +60,14 @@ def load_model(
     """
     plan = check_plan(shards)
     taken: dict[str, int] = {}
+    # Kernels that compute in the weights' dtype need one for all: norms and biases are often stored wider.
+    dtype = weights_dtype(shards) if kernels.activation_dtype is None else None
 
     def take(name: str) -> torch.Tensor:
         assert name not in taken, f"{name} was taken twice"
-        tensor = rank_file.read(name).to(device)
+        tensor = rank_file.read(name)
         taken[name] = tensor.nbytes
+        tensor = tensor.to(device, dtype)
         on_progress()
         return tensor
 

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Runs all GPU tests: each file by itself and the conformance suite under mpirun, several ranks on one GPU if need be.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+export OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+failed=0
+for ranks in ${RANKS:-2 4}; do
+    echo "== conformance, ranks: $ranks"
+    mpirun --oversubscribe --bind-to none -np "$ranks" python3 -m pytest -q -x tests/gpu/test_comm_nccl.py || failed=1
+done
+echo "== demo model"
+python3 -m pytest -q tests/gpu/test_demo_gpu.py || failed=1
+exit "$failed"
