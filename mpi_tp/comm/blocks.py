@@ -1,6 +1,9 @@
 """How the blocks that a collective moves lie in memory: each rank's block flat, one after the other."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -9,30 +12,47 @@ HALVES = (torch.bfloat16, torch.float16)
 """The types whose sums are taken in float32."""
 
 
-def outer_size(shape: Sequence[int], dim: int) -> int:
-    """Return the product of the dimensions before `dim`; where it is 1, joined blocks lie one after the other."""
-    return prod(shape[:dim])
+@dataclass(frozen=True)
+class GatherLayout:
+    """What an all-gather of blocks along one dim receives, and what it makes of it."""
+
+    dim: int
+    """The dim of the blocks, not negative."""
+    counts: tuple[int, ...]
+    """Elements in each rank's block."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Shape of each rank's block."""
+    strides: tuple[tuple[int, ...], ...]
+    result: tuple[int, ...]
+    """Shape of the joined blocks."""
+    is_joined: bool
+    """Whether flat blocks, one after the other, are the result already: one token, or a gather along dim 0."""
 
 
-def unit_size(shape: Sequence[int], dim: int) -> int:
-    """Return how many elements there are for each index along `dim`."""
-    return outer_size(shape, dim) * prod(shape[dim + 1 :])
+@lru_cache
+def gather_layout(shape: tuple[int, ...], sizes: tuple[int, ...], dim: int) -> GatherLayout:
+    """Lay out the blocks of `shape`, with `sizes[r]` along `dim` on rank r. Remembered: a decode loop asks often."""
+    dim %= len(shape)
+    shapes = tuple((*shape[:dim], size, *shape[dim + 1 :]) for size in sizes)
+    return GatherLayout(
+        dim=dim,
+        counts=tuple(prod(block) for block in shapes),
+        shapes=shapes,
+        strides=tuple(tuple(prod(block[d + 1 :]) for d in range(len(block))) for block in shapes),
+        result=(*shape[:dim], sum(sizes), *shape[dim + 1 :]),
+        is_joined=prod(shape[:dim]) == 1,
+    )
 
 
-def resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
-    """Return `shape` with `size` along `dim` (not negative)."""
-    return [*shape[:dim], size, *shape[dim + 1 :]]
+def join(flat: torch.Tensor, offsets: Sequence[int], layout: GatherLayout) -> torch.Tensor:
+    """Concatenate the blocks that begin at `offsets` of `flat`, into a new tensor."""
+    blocks = zip(layout.shapes, layout.strides, offsets, strict=True)
+    return torch.cat([flat.as_strided(shape, stride, offset) for shape, stride, offset in blocks], layout.dim)
 
 
-def join(blocks: Sequence[torch.Tensor], shape: Sequence[int], sizes: Sequence[int], dim: int) -> torch.Tensor:
-    """Concatenate flat blocks, block r of shape `shape` but for `sizes[r]` along `dim`."""
-    parts = [block.view(resized(shape, dim, size)) for block, size in zip(blocks, sizes, strict=True)]
-    return torch.cat(parts, dim)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor as a flat view: moving a tensor needs no type."""
-    return tensor.view(-1).view(torch.uint8)
+def offsets_of(counts: Sequence[int]) -> list[int]:
+    """Return where each block begins if they lie one after the other."""
+    return list(accumulate(counts, initial=0))[:-1]
 
 
 def check_contiguous(tensor: torch.Tensor) -> None:

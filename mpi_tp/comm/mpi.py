@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
 import torch
 
 from mpi_tp.comm import blocks
@@ -27,6 +26,7 @@ class MpiCommunicator:
         self._mpi = mpi_comm
         self._in_place = MPI.IN_PLACE
         self._world = MPI.COMM_WORLD
+        self._buffer = MPI.buffer
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` [...] over all ranks, in place, and return it. bf16 and f16 are summed in float32."""
@@ -40,15 +40,14 @@ class MpiCommunicator:
         Returns a new contiguous tensor [..., sum(sizes), ...], the same bits on every rank.
         """
         blocks.check_own_size(tensor, sizes, self.rank, dim)
-        dim %= tensor.dim()
-        counts = [size * blocks.unit_size(tensor.shape, dim) for size in sizes]
-        gathered = _host_memory(tensor, (sum(counts),))
-        byte_counts = [count * tensor.element_size() for count in counts]
-        self._mpi.Allgatherv(_bits(_on_host(tensor)), (_bits(gathered), byte_counts))
-        gathered = gathered.to(tensor.device)
-        if blocks.outer_size(tensor.shape, dim) == 1:
-            return gathered.view(blocks.resized(tensor.shape, dim, sum(sizes)))
-        return blocks.join(gathered.split(counts), tensor.shape, sizes, dim)
+        layout = blocks.gather_layout(tensor.shape, tuple(sizes), dim)
+        shape = layout.result if layout.is_joined else (sum(layout.counts),)
+        gathered = _host_memory(tensor, shape)
+        byte_counts = [count * tensor.element_size() for count in layout.counts]
+        self._mpi.Allgatherv(self._bytes(_on_host(tensor)), (self._bytes(gathered), byte_counts))
+        if tensor.is_cuda:
+            gathered = gathered.to(tensor.device)
+        return gathered if layout.is_joined else blocks.join(gathered, blocks.offsets_of(layout.counts), layout)
 
     def reduce_scatter(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
         """Sum `tensor` [..., sum(sizes), ...] over all ranks; return rank r's block of `sizes[r]` along `dim`."""
@@ -62,17 +61,17 @@ class MpiCommunicator:
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Overwrite `tensor` on every rank by the root's, and return it."""
         host = _on_host(tensor) if self.rank == root else _landing(tensor)
-        self._mpi.Bcast(_bits(host), root)
+        self._mpi.Bcast(self._bytes(host), root)
         return _copy_back(host, tensor)
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         """Send `tensor` to rank `dst`, which must call `recv`."""
-        self._mpi.Send(_bits(_on_host(tensor)), dst)
+        self._mpi.Send(self._bytes(_on_host(tensor)), dst)
 
     def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
         """Overwrite `tensor` by what rank `src` sends, and return it."""
         host = _landing(tensor)
-        self._mpi.Recv(_bits(host), src)
+        self._mpi.Recv(self._bytes(host), src)
         return _copy_back(host, tensor)
 
     def barrier(self) -> None:
@@ -95,6 +94,10 @@ class MpiCommunicator:
         sys.stderr.flush()
         self._world.Abort(exit_code)
         raise AssertionError("MPI_Abort returned")
+
+    def _bytes(self, host: torch.Tensor) -> "MPI.buffer":
+        """Return the memory of a contiguous host tensor as MPI sees it: bytes of no type."""
+        return self._buffer.fromaddress(host.data_ptr(), host.nbytes)
 
 
 def split_by_host(mpi_comm: "MPI.Intracomm") -> "MPI.Comm":
@@ -130,7 +133,3 @@ def _summable(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copy_back(host: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if host is tensor else tensor.copy_(host)
-
-
-def _bits(host: torch.Tensor) -> np.ndarray:
-    return blocks.as_bytes(host).numpy()

@@ -65,19 +65,17 @@ class NcclCommunicator:
         """
         self._check(tensor)
         blocks.check_own_size(tensor, sizes, self.rank, dim)
-        dim %= tensor.dim()
-        counts = [size * blocks.unit_size(tensor.shape, dim) for size in sizes]
+        layout = blocks.gather_layout(tensor.shape, tuple(sizes), dim)
         # Uneven blocks are padded to the widest: splits differ by one unit at most, and one all-gather takes NCCL's
         # low-latency protocol where a group of broadcasts is one ring after the other.
-        widest = max(counts)
-        gathered = tensor.new_empty(self.size, widest)
+        widest = max(layout.counts)
+        even = min(layout.counts) == widest
+        gathered = tensor.new_empty(layout.result if even and layout.is_joined else (self.size * widest,))
         if widest:
-            block = blocks.as_bytes(_padded(tensor, widest))
-            self._nccl.allgather(block, blocks.as_bytes(gathered), stream=self._stream())
-        if min(counts) == widest and blocks.outer_size(tensor.shape, dim) == 1:
-            return gathered.view(blocks.resized(tensor.shape, dim, sum(sizes)))
-        parts = [row[:count] for row, count in zip(gathered, counts, strict=True)]
-        return blocks.join(parts, tensor.shape, sizes, dim)
+            self._nccl.allgather(_bytes(_padded(tensor, widest)), _bytes(gathered), stream=self._stream())
+        if even and layout.is_joined:
+            return gathered
+        return blocks.join(gathered, [widest * rank for rank in range(self.size)], layout)
 
     def reduce_scatter(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
         """Sum `tensor` [..., sum(sizes), ...] over all ranks; return rank r's block of `sizes[r]` along `dim`."""
@@ -98,7 +96,7 @@ class NcclCommunicator:
         """Overwrite `tensor` on every rank by the root's, and return it."""
         self._check(tensor)
         if tensor.numel():
-            data = blocks.as_bytes(tensor)
+            data = _bytes(tensor)
             self._nccl.broadcast(data, data, root, stream=self._stream())
         return tensor
 
@@ -106,13 +104,13 @@ class NcclCommunicator:
         """Send `tensor` to rank `dst`, which must call `recv`."""
         self._check(tensor)
         if tensor.numel():
-            self._nccl.send(blocks.as_bytes(tensor), dst, stream=self._stream())
+            self._nccl.send(_bytes(tensor), dst, stream=self._stream())
 
     def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
         """Overwrite `tensor` by what rank `src` sends, and return it."""
         self._check(tensor)
         if tensor.numel():
-            self._nccl.recv(blocks.as_bytes(tensor), src, stream=self._stream())
+            self._nccl.recv(_bytes(tensor), src, stream=self._stream())
         return tensor
 
     def barrier(self) -> None:
@@ -146,6 +144,11 @@ class NcclCommunicator:
     def _sum_type(self, tensor: torch.Tensor) -> torch.dtype:
         """Return float32 for halves; two ranks make one addition, which rounds once in any type."""
         return torch.float32 if tensor.dtype in blocks.HALVES and self.size > 2 else tensor.dtype
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor as a flat view: to move it, NCCL need not know its type."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _padded(tensor: torch.Tensor, count: int) -> torch.Tensor:
