@@ -17,6 +17,7 @@ def run_program(main: Callable[[Sequence[str]], None]) -> int:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, _stop)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… | head` ends the program without a word
     try:
         main(sys.argv[1:])
     except JobError as error:

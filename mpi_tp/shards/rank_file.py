@@ -144,6 +144,8 @@ def _check_root(path: Path, file: h5py.File, manifest: Manifest, rank: int) -> N
             raise damaged(path, f"tensor {name} of rank {rank} is missing")
         if not isinstance(file.get(name, getlink=True), h5py.HardLink):
             raise damaged(path, f"tensor {name} of rank {rank} is a link to somewhere else")
+        if file.get(name, getclass=True) is not h5py.Dataset:
+            raise damaged(path, f"tensor {name} of rank {rank} is no dataset")
 
 
 def _read_part(path: Path, dataset: Any, tensor: TensorEntry, rank: int) -> PartEntry:
@@ -176,7 +178,9 @@ def _check_extents(path: Path, parts: Mapping[str, PartEntry], size: int) -> Non
     """Check that the elements of no two tensors overlap and that all lie in the file."""
     end = 0
     for part in sorted((part for part in parts.values() if part.num_bytes), key=lambda part: part.offset):
-        if part.offset < max(end, 1):
+        if part.offset == 0:
+            raise damaged(path, f"tensor {part.name} has no space in it")
+        if part.offset < end:
             raise damaged(path, f"tensor {part.name} at byte {part.offset} lies in the space of another")
         end = part.offset + part.num_bytes
         if end > size:
