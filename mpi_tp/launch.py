@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -228,7 +228,7 @@ def _heed_signals() -> None:
         signal.signal(number, _stop)
 
 
-def _stop(number: int, frame: FrameType | None) -> Any:
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
     for further in _STOPPING:  # the clean-up that follows is not to be interrupted again
         signal.signal(further, signal.SIG_IGN)
     raise StoppedError(f"stopped by {signal.Signals(number).name}; the same command with --resume goes on")

@@ -53,8 +53,10 @@ class Watchdog:
     def waiting(self) -> Iterator[None]:
         """For waits on other ranks, whose own watchdogs see to it that they end."""
         self._waiting = True
-        yield
-        self._waiting = False
+        try:
+            yield
+        finally:
+            self._waiting = False
 
     def start(self, launched: bool) -> None:
         """Start the thread; `launched`: the parent process is a launcher, without which this one must not run on."""
