@@ -34,10 +34,11 @@ class PackedWeight:
         return (self.tiles.view(torch.uint16) if self.tiles.dtype == torch.bfloat16 else self.tiles).numpy()
 
 
-def _by_head(keys_PSGD: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a key cache as [P, G, D, S]."""
-    blocks, size, heads, width = keys_PSGD.shape
-    return keys_PSGD.view(blocks, heads, width, size)
+def _by_head(cache: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the memory of keys and values, declared as [P, S, G, D], as [P, G, D, S] and [P, G, S, D]."""
+    keys, values = cache
+    blocks, size, heads, width = keys.shape
+    return keys.view(blocks, heads, width, size), values.view(blocks, heads, size, width)
 
 
 def _array(x: torch.Tensor) -> Any:
@@ -107,10 +108,9 @@ class InvariantKernels:
     ) -> None:
         """Store keys and values [T, G, D] in the caches [P, S, G, D] at their slots.
 
-        Inside a block, keys are kept in the order [G, D, S].
+        Inside a block, keys are kept in the order [G, D, S], values as [G, S, D].
         """
-        keys, values = cache
-        places = _by_head(keys).numpy(), values.numpy()
+        places = (part.numpy() for part in _by_head(cache))
         invariant_attention.store(_array(k_TGD), _array(v_TGD), *places, _array(slots_T))
 
     def attention(
@@ -124,13 +124,13 @@ class InvariantKernels:
     ) -> torch.Tensor:
         """Return causal attention [T, H, D] of each token over its own sequence."""
         y_THD = torch.zeros(q_THD.shape)
-        keys_PGDS, values_PSGD = _by_head(cache[0]), cache[1]
-        size, _, width = values_PSGD.shape[1:]
+        keys_PGDS, values_PGSD = _by_head(cache)
+        size, width = values_PGSD.shape[2:]
         fits = size % LANES == width % LANES == 0
         attend = invariant_attention.attend if fits else invariant_attention.attend_any
         where = (kv_index_H, inputs.positions, inputs.sequence_ids, inputs.block_tables)
         limit = UNLIMITED if window is None else window
-        attend(_array(q_THD), keys_PGDS.numpy(), values_PSGD.numpy(), *map(_array, where), scale, limit, y_THD.numpy())
+        attend(_array(q_THD), keys_PGDS.numpy(), values_PGSD.numpy(), *map(_array, where), scale, limit, y_THD.numpy())
         return y_THD
 
     def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 A score is a sum over the head dimension, an output a sum over exactly the keys that the token sees, both in order; so
 neither the tokens around it nor the place of its blocks can change a bit.
 
-In a block of this cache, values lie as [S, G, D], but keys as [G, D, S]: keys side by side fill a register, as
+In a block of this cache, values lie as [G, S, D] and keys as [G, D, S]: keys side by side fill a register, as
 parts of a value do. `attend` reads both where they are and wants S and D in multiples of LANES; `attend_any` takes
 any shape, slowly.
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from mpi_tp.kernels.invariant_rows import exp_and_sum, largest
 from mpi_tp.kernels.jit import inlined, kernel
-from mpi_tp.kernels.simd import LANES, fma, tile_product
+from mpi_tp.kernels.simd import fma, product
 
 Array = np.ndarray[Any, Any]
 
@@ -37,30 +37,25 @@ def _softmax(scores_L: Array, scale: Any) -> None:
 
 @inlined
 def _score(q_ED: Array, keys_PDS: Array, table_M: Array, start: int, end: int, scores_EL: Array) -> None:
-    """Write the products of queries and keys start … end - 1; start is a multiple of S."""
+    """Write the products of queries and keys, whole blocks from `start`, where a block begins, past end - 1."""
     size = keys_PDS.shape[2]
     for row in range(q_ED.shape[0]):
         for key in range(scores_EL.shape[1]):
             scores_EL[row, key] = 0
-    for tile in range(start, end, LANES):
-        tile_product(1, 1, q_ED, keys_PDS[table_M[tile // size], :, tile % size :], scores_EL[:, tile - start :])
+    for key in range(start, end, size):
+        product(1, q_ED, keys_PDS[table_M[key // size]], scores_EL[:, key - start : key - start + size])
 
 
 @inlined
 def _average(
     weights_EL: Array, values_PSD: Array, table_M: Array, start: int, first: int, end: int, y_ED: Array
 ) -> None:
-    """Add values first … end - 1 by weight to y."""
-    size, width = values_PSD.shape[1:]
+    """Add values first … end - 1 by weight to y; weights begin at `start`."""
+    size = values_PSD.shape[1]
     for block in range(first // size, (end + size - 1) // size):
         low, high = max(first, block * size), min(end, (block + 1) * size)
-        weights = weights_EL[:, low - start : high - start]
         values = values_PSD[table_M[block], low - block * size : high - block * size]
-        pairs = width // (2 * LANES) * (2 * LANES)
-        for d in range(0, pairs, 2 * LANES):
-            tile_product(2, 1, weights, values[:, d:], y_ED[:, d:])
-        if pairs < width:
-            tile_product(1, 1, weights, values[:, pairs:], y_ED[:, pairs:])
+        product(1, weights_EL[:, low - start : high - start], values, y_ED)
 
 
 @kernel(
@@ -70,7 +65,7 @@ def _average(
 def attend(
     q_THD: Array,
     keys_PGDS: Array,
-    values_PSGD: Array,
+    values_PGSD: Array,
     kv_index_H: Array,
     positions_T: Array,
     sequences_T: Array,
@@ -80,13 +75,13 @@ def attend(
     y_THD: Array,
 ) -> None:
     """Add the attention of each token over its own sequence, the last `window` keys of it, to y, zero on entry."""
-    heads, size = q_THD.shape[1], values_PSGD.shape[1]
+    heads, size = q_THD.shape[1], values_PGSD.shape[2]
     last = 0
     while last < heads:
         head, shared = last, kv_index_H[last]
         while last < heads and kv_index_H[last] == shared:
             last += 1
-        keys_PDS, values_PSD = keys_PGDS[:, shared], values_PSGD[:, :, shared]
+        keys_PDS, values_PSD = keys_PGDS[:, shared], values_PGSD[:, shared]
         scores_EL = np.empty((last - head, tables_BM.shape[1] * size), np.float32)
         # Tokens of one sequence follow one another and find the keys of this head in the processor's cache.
         for token in range(q_THD.shape[0]):
@@ -107,7 +102,7 @@ def attend(
 def attend_any(
     q_THD: Array,
     keys_PGDS: Array,
-    values_PSGD: Array,
+    values_PGSD: Array,
     kv_index_H: Array,
     positions_T: Array,
     sequences_T: Array,
@@ -118,7 +113,7 @@ def attend_any(
 ) -> None:
     """Do what `attend` does for any S and D."""
     tokens, heads, width = q_THD.shape
-    size = values_PSGD.shape[1]
+    size = values_PGSD.shape[2]
     for token in range(tokens):
         first, end = max(0, positions_T[token] + 1 - window), positions_T[token] + 1
         table_M = tables_BM[sequences_T[token]]
@@ -134,18 +129,18 @@ def attend_any(
             for key in range(first, end):
                 weight = weights_L[key - first]
                 for d in range(width):
-                    value = values_PSGD[table_M[key // size], key % size, shared, d]
+                    value = values_PGSD[table_M[key // size], shared, key % size, d]
                     y_THD[token, head, d] = fma(weight, value, y_THD[token, head, d])
 
 
 @kernel("void(float32[:, :, ::1], float32[:, :, ::1], float32[:, :, :, ::1], float32[:, :, :, ::1], int64[::1])")
-def store(k_TGD: Array, v_TGD: Array, keys_PGDS: Array, values_PSGD: Array, slots_T: Array) -> None:
+def store(k_TGD: Array, v_TGD: Array, keys_PGDS: Array, values_PGSD: Array, slots_T: Array) -> None:
     """Copy each token's keys and values to its slot."""
     tokens, heads, width = k_TGD.shape
-    size = values_PSGD.shape[1]
+    size = values_PGSD.shape[2]
     for token in range(tokens):
         block, place = slots_T[token] // size, slots_T[token] % size
         for head in range(heads):
             for d in range(width):
                 keys_PGDS[block, head, d, place] = k_TGD[token, head, d]
-                values_PSGD[block, place, head, d] = v_TGD[token, head, d]
+                values_PGSD[block, head, place, d] = v_TGD[token, head, d]

@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 
 from mpi_tp.kernels.jit import inlined, kernel
-from mpi_tp.kernels.simd import LANES, tile_product
+from mpi_tp.kernels.simd import LANES, product
 
 DEPTH = 256
+"""Terms summed in one go."""
+GROUP = 8
+"""Tiles that go through all of K before the next begin."""
 
 Array = np.ndarray[Any, Any]
 
@@ -23,18 +26,11 @@ Array = np.ndarray[Any, Any]
 @inlined
 def _multiply(x_TK: Array, w: Array, y_TN: Array) -> None:
     tiles, inputs = w.shape[:2]
-    # Few rows wait for weights from memory: reading several tiles at once keeps it busy.
-    group = 4 if x_TK.shape[0] == 1 else 2 if x_TK.shape[0] <= 3 else 1
-    for tile in range(0, tiles, group):
+    for tile in range(0, tiles, GROUP):
+        end = min(tile + GROUP, tiles)
         for k in range(0, inputs, DEPTH):
-            x, part, y = x_TK[:, k : k + DEPTH], w[tile:, k : k + DEPTH], y_TN[:, tile * LANES :]
-            if group == 4 and tiles - tile >= 4:
-                tile_product(4, 0, x, part, y)
-            elif group == 2 and tiles - tile >= 2:
-                tile_product(2, 0, x, part, y)
-            else:
-                for rest in range(min(group, tiles - tile)):
-                    tile_product(1, 0, x, part[rest:], y[:, rest * LANES :])
+            part = w[tile:end, k : k + DEPTH]
+            product(0, x_TK[:, k : k + DEPTH], part, y_TN[:, tile * LANES : end * LANES])
 
 
 @kernel("void(float32[:, ::1], float32[:, :, ::1], float32[:, ::1])")

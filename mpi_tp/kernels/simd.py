@@ -16,10 +16,11 @@ from mpi_tp.kernels.jit import intrinsic
 LANES = 16
 """Columns computed side by side: one register of AVX-512, two of AVX2."""
 
-MAX_SUMS = 6
-"""Vector sums that fit the registers of AVX2 beside the operands."""
+MAX_ROWS = 6
+"""Rows times tiles whose sums, beside the operands, fit the 16 registers of AVX2."""
 
-ROW_BLOCKS = (6, 4, 3, 2, 1)
+BLOCKINGS = ((1, 1, 4), (2, 3, 2), (4, 2**62, 1))
+"""Fewest rows, most rows, tiles side by side: few rows need more tiles to keep the multipliers and the memory busy."""
 
 FLOAT = ir.FloatType()
 INT = ir.IntType(32)
@@ -65,23 +66,22 @@ def bits_of_float(_typing: Any, number: Any) -> Any:
 
 
 @intrinsic
-def tile_product(_typing: Any, tiles: Any, carry: Any, x: Any, w: Any, y: Any) -> Any:
-    """Add x · w to y for all rows of x, with every sum in a register and in the order of k.
+def product(_typing: Any, carry: Any, x: Any, w: Any, y: Any) -> Any:
+    """Add x · w to y, with every sum in a register and in the order of k.
 
-    x [M, K] float32    y [M, tiles * LANES or more] float32
-    w [tiles or more, K, LANES] or [K, tiles * LANES or more] float32 or bfloat16 (as uint16)
-    The last axis of each array is dense; the others may have gaps. No bounds are checked.
+    x [M, K] float32    y [M, N] float32, N a multiple of LANES
+    w [N / LANES, K, LANES] or [K, N] float32 or bfloat16 (as uint16); the last axis of each array is dense
 
-    With `carry` 1 a sum goes on from y; with 0 it starts from zero and is added to y at the end. `tiles`, 1 to 6, and
-    `carry` are literals.
+    With `carry` 1 a sum goes on from y; with 0 it starts from zero and is added to y at the end. `carry` is a literal.
+    No bounds are checked.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        views = (_View.of(context, builder, signature.args[i], args[i]) for i in range(2, len(args)))
-        _TileProduct(builder, tiles.literal_value, bool(carry.literal_value), *views).emit()
+        views = (_View.of(context, builder, signature.args[i], args[i]) for i in (1, 2, 3))
+        _Product(builder, bool(carry.literal_value), *views).emit()
         return context.get_dummy_value()
 
-    return types.void(tiles, carry, x, w, y), generate
+    return types.void(carry, x, w, y), generate
 
 
 @dataclass(frozen=True)
@@ -105,32 +105,56 @@ class _View:
 
 
 @dataclass(frozen=True)
-class _TileProduct:
-    """Writes the code of `tile_product`: blocks of rows, each a loop over k with a grid of vector accumulators."""
+class _Product:
+    """Writes the code of `product`: blocks of rows and tiles, each a loop over k with a grid of vector sums."""
 
     builder: ir.IRBuilder
-    tiles: int
     carry: bool
     x: _View
     w: _View
     y: _View
 
     def emit(self) -> None:
-        """Cut the rows into blocks as large as the registers allow, and what is left into smaller ones."""
-        builder, total = self.builder, self.x.shape[0]
+        builder, rows = self.builder, self.x.shape[0]
+        for fewest, most, tiles in BLOCKINGS:
+            at_least, at_most = (builder.icmp_signed(c, rows, rows.type(n)) for c, n in ((">=", fewest), ("<=", most)))
+            with builder.if_then(builder.and_(at_least, at_most)):
+                self._emit_tiles(
+                    tiles, [size for size in range(MAX_ROWS, 0, -1) if fewest <= size + 1 and size <= most]
+                )
+
+    def _emit_tiles(self, tiles: int, row_sizes: list[int]) -> None:
+        """Go over the columns, `tiles` tiles at a time, then the tiles left one by one."""
+        builder = self.builder
+        total = builder.udiv(self.y.shape[1], self.y.shape[1].type(LANES))
         first = total.type(0)
-        for rows in ROW_BLOCKS:
-            if rows * self.tiles > MAX_SUMS and rows > 1:
-                continue
-            step = total.type(rows)
-            end = builder.sub(total, builder.urem(builder.sub(total, first), step))
-            with cgutils.for_range_slice(builder, first, end, step) as (row, _count):
-                self._emit_block([builder.add(row, total.type(m)) for m in range(rows)])
+        for group in sorted({tiles, 1}, reverse=True):
+            step = total.type(group)
+            end = builder.sub(total, builder.urem(total, step))
+            with cgutils.for_range_slice(builder, first, end, step) as (tile, _count):
+                self._emit_rows([builder.add(tile, total.type(t)) for t in range(group)], row_sizes)
             first = end
 
-    def _emit_block(self, rows: list[ir.Value]) -> None:
+    def _emit_rows(self, tiles: list[ir.Value], sizes: list[int]) -> None:
+        """Go over the rows in blocks of almost equal size, none larger than MAX_ROWS."""
+        builder, total = self.builder, self.x.shape[0]
+        index = total.type
+        blocks = builder.udiv(builder.add(total, index(MAX_ROWS - 1)), index(MAX_ROWS))
+        small, larger_blocks = builder.udiv(total, blocks), builder.urem(total, blocks)
+        first = index(0)
+        for size in sizes:
+            is_small, is_large = (builder.icmp_signed("==", small, index(size - more)) for more in (0, 1))
+            count = builder.select(is_small, builder.sub(blocks, larger_blocks), index(0))
+            count = builder.select(is_large, larger_blocks, count)
+            end = builder.add(first, builder.mul(count, index(size)))
+            with cgutils.for_range_slice(builder, first, end, index(size)) as (row, _count):
+                self._emit_block([builder.add(row, index(m)) for m in range(size)], tiles)
+            first = end
+
+    def _emit_block(self, rows: list[ir.Value], tiles: list[ir.Value]) -> None:
         builder = self.builder
-        x_rows, w_tiles, targets = self._addresses(rows)
+        x_rows, w_tiles = [self.x.row(row) for row in rows], [self._weights(tile) for tile in tiles]
+        targets = {(m, t): self._target(row, tile) for m, row in enumerate(rows) for t, tile in enumerate(tiles)}
         sums = {cell: cgutils.alloca_once(builder, VECTOR) for cell in targets}
         for cell, target in targets.items():
             builder.store(self._load(target) if self.carry else ir.Constant(VECTOR, [0.0] * LANES), sums[cell])
@@ -144,21 +168,16 @@ class _TileProduct:
             part = builder.load(sums[cell])
             builder.store(part if self.carry else builder.fadd(self._load(target), part), target, align=4)
 
-    def _addresses(
-        self, rows: list[ir.Value]
-    ) -> tuple[list[ir.Value], list[ir.Value], dict[tuple[int, int], ir.Value]]:
-        """Return where the rows of x and the tiles of w begin, and the vectors of y by row and tile."""
-        builder, index = self.builder, ir.IntType(64)
-        if len(self.w.shape) == 2:
-            tiles = [builder.gep(self.w.data, [index(tile * LANES)]) for tile in range(self.tiles)]
-        else:
-            tiles = [self.w.row(index(tile)) for tile in range(self.tiles)]
-        targets = {}
-        for m, row in enumerate(rows):
-            for t in range(self.tiles):
-                output = builder.gep(self.y.row(row), [index(t * LANES)])
-                targets[m, t] = builder.bitcast(output, VECTOR.as_pointer())
-        return [self.x.row(row) for row in rows], tiles, targets
+    def _target(self, row: ir.Value, tile: ir.Value) -> ir.Value:
+        """Return the address of a vector of y."""
+        column = self.builder.mul(tile, tile.type(LANES))
+        return self.builder.bitcast(self.builder.gep(self.y.row(row), [column]), VECTOR.as_pointer())
+
+    def _weights(self, tile: ir.Value) -> ir.Value:
+        """Return the address of a tile's weights at k = 0."""
+        if len(self.w.shape) == 3:
+            return self.w.row(tile)
+        return self.builder.gep(self.w.data, [self.builder.mul(tile, tile.type(LANES))])
 
     def _load(self, address: ir.Value) -> ir.Value:
         return self.builder.load(address, align=4)
