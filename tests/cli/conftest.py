@@ -27,6 +27,9 @@ class MpiRun:
 
     def __init__(self, launcher: str) -> None:
         self._launcher = launcher
+        version = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=True).stdout
+        self.stop_signal = signal.SIGUSR1 if "Open MPI" in version else signal.SIGTERM
+        """What this launcher passes on to the ranks. (Open MPI's ends by SIGTERM, MPICH's by SIGUSR1.)"""
 
     def __call__(
         self, n: int, *arguments: str | Path, timeout: float = 60, stdin: str = "", env: Mapping[str, str] | None = None
@@ -51,7 +54,12 @@ class MpiRun:
             text=True,
             start_new_session=True,
             cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **(env or {})},
+            env={
+                **os.environ,
+                **ENVIRONMENT,
+                "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+                **(env or {}),
+            },
         )
 
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -211,10 +210,11 @@ def test_the_launcher_passes_on_the_signal_before_the_walltime(mpirun: MpiRun, t
     )
     process = mpirun.start(2, script)
     wait_until(lambda: len(list(tmp_path.glob("*.up"))) == 2)
-    process.send_signal(signal.SIGUSR1)  # Open MPI passes this one on; MPICH passes SIGTERM on
+    process.send_signal(mpirun.stop_signal)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 75
-    assert last_words(err) == ["mpi_tp: [rank 0/2] stopped by SIGUSR1; the same command with --resume goes on"]
+    stopped = f"stopped by {mpirun.stop_signal.name}; the same command with --resume goes on"
+    assert last_words(err) == [f"mpi_tp: [rank 0/2] {stopped}"]
 
 
 USAGE = """
