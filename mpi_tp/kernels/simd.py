@@ -17,10 +17,14 @@ LANES = 16
 """Columns computed side by side: one register of AVX-512, two of AVX2."""
 
 MAX_ROWS = 6
-"""Rows times tiles whose sums, beside the operands, fit the 16 registers of AVX2."""
+"""Rows of one tile whose sums, beside the operands, fit the 16 registers of AVX2."""
 
-BLOCKINGS = ((1, 1, 4), (2, 3, 2), (4, 2**62, 1))
-"""Fewest rows, most rows, tiles side by side: few rows need more tiles to keep the multipliers and the memory busy."""
+BLOCKINGS = ((1, 1, 4, (1,)), (2, 2, 2, (2,)), (3, 2**62, 1, (6, 5, 4, 3)))
+"""Fewest rows, most rows, tiles side by side, rows in a block.
+
+Few rows need more tiles to keep the multipliers and the memory busy. From three rows on, blocks as equal as can be
+have three rows or more.
+"""
 
 FLOAT = ir.FloatType()
 INT = ir.IntType(32)
@@ -116,14 +120,12 @@ class _Product:
 
     def emit(self) -> None:
         builder, rows = self.builder, self.x.shape[0]
-        for fewest, most, tiles in BLOCKINGS:
+        for fewest, most, tiles, sizes in BLOCKINGS:
             at_least, at_most = (builder.icmp_signed(c, rows, rows.type(n)) for c, n in ((">=", fewest), ("<=", most)))
             with builder.if_then(builder.and_(at_least, at_most)):
-                self._emit_tiles(
-                    tiles, [size for size in range(MAX_ROWS, 0, -1) if fewest <= size + 1 and size <= most]
-                )
+                self._emit_tiles(tiles, sizes)
 
-    def _emit_tiles(self, tiles: int, row_sizes: list[int]) -> None:
+    def _emit_tiles(self, tiles: int, row_sizes: tuple[int, ...]) -> None:
         """Go over the columns, `tiles` tiles at a time, then the tiles left one by one."""
         builder = self.builder
         total = builder.udiv(self.y.shape[1], self.y.shape[1].type(LANES))
@@ -135,7 +137,7 @@ class _Product:
                 self._emit_rows([builder.add(tile, total.type(t)) for t in range(group)], row_sizes)
             first = end
 
-    def _emit_rows(self, tiles: list[ir.Value], sizes: list[int]) -> None:
+    def _emit_rows(self, tiles: list[ir.Value], sizes: tuple[int, ...]) -> None:
         """Go over the rows in blocks of almost equal size, none larger than MAX_ROWS."""
         builder, total = self.builder, self.x.shape[0]
         index = total.type
@@ -158,7 +160,10 @@ class _Product:
         sums = {cell: cgutils.alloca_once(builder, VECTOR) for cell in targets}
         for cell, target in targets.items():
             builder.store(self._load(target) if self.carry else ir.Constant(VECTOR, [0.0] * LANES), sums[cell])
+        ahead = [self._ahead(w_tiles[0], rows)] if len(tiles) == 1 and len(self.w.shape) == 3 else []
         with cgutils.for_range(builder, self.x.shape[1]) as loop:
+            for address, step in ahead:
+                _emit_prefetch(builder, cgutils.pointer_add(builder, address, builder.mul(loop.index, step)))
             weights = [self._weight(tile, loop.index) for tile in w_tiles]
             for m, x_row in enumerate(x_rows):
                 number = _broadcast(builder, builder.load(builder.gep(x_row, [loop.index])))
@@ -179,6 +184,17 @@ class _Product:
             return self.w.row(tile)
         return self.builder.gep(self.w.data, [self.builder.mul(tile, tile.type(LANES))])
 
+    def _ahead(self, tile: ir.Value, rows: list[ir.Value]) -> tuple[ir.Value, ir.Value]:
+        """Return where a block of rows starts to fetch the next tile's weights, and how far it moves with each k.
+
+        Each block fetches its share, so that memory is busy all the time; fetching past the end does no harm.
+        """
+        builder, total = self.builder, self.x.shape[0]
+        stride = self.w.strides[1]
+        step = builder.udiv(builder.mul(stride, stride.type(len(rows))), total)
+        done = builder.udiv(builder.mul(builder.mul(self.x.shape[1], stride), rows[0]), total)
+        return cgutils.pointer_add(builder, tile, builder.add(self.w.strides[0], done)), step
+
     def _load(self, address: ir.Value) -> ir.Value:
         return self.builder.load(address, align=4)
 
@@ -191,6 +207,13 @@ class _Product:
         halves = builder.load(builder.bitcast(address, HALVES.as_pointer()), align=2)
         words = builder.shl(builder.zext(halves, WORDS), ir.Constant(WORDS, [16] * LANES))
         return builder.bitcast(words, VECTOR)
+
+
+def _emit_prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    signature = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), INT, INT, INT])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    read, keep_close, data = INT(0), INT(3), INT(1)
+    builder.call(function, [builder.bitcast(address, signature.args[0]), read, keep_close, data])
 
 
 def _broadcast(builder: ir.IRBuilder, number: ir.Value) -> ir.Value:
