@@ -58,13 +58,13 @@ def write_small(directory: Path, ranks: int = 2, seed: int = 0, overwrite: bool 
     return write_set(directory, small_tensors(seed=seed), small_plan(ranks), set_options(ranks), overwrite)
 
 
-def flip(path: Path, offset: int) -> None:
-    """Change one bit of the byte at `offset`."""
+def flip(path: Path, offset: int, mask: int = 1) -> None:
+    """Change the bits of `mask` in the byte at `offset`."""
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
         file.seek(offset)
-        file.write(bytes([byte ^ 1]))
+        file.write(bytes([byte ^ mask]))
 
 
 @contextlib.contextmanager
