@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from mpi_tp import __version__
 from mpi_tp.batch import BatchFigures
 from mpi_tp.infer_options import InferOptions
 from mpi_tp.memory import peak_bytes
 from mpi_tp.session import Session
 
-PACKAGES = ("mpi-tp", "torch", "mpi4py", "numpy", "h5py", "numba", "tokenizers")
+PACKAGES = ("torch", "mpi4py", "numpy", "h5py", "numba", "tokenizers")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,11 @@ class RunReport:
         """Return everything that `FILE.meta.json` holds."""
         return {
             "set_id": self.set_id,
-            "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+            "versions": {
+                "mpi-tp": __version__,
+                "python": platform.python_version(),
+                **{name: version(name) for name in PACKAGES},
+            },
             "options": {name: _plain(value) for name, value in asdict(options).items()},
             "job_id": os.environ.get("SLURM_JOB_ID"),
             "ranks": [asdict(rank) for rank in self.ranks],
