@@ -68,15 +68,17 @@ class Job:
         """
         self._watchdog.enter(name)
         yield
-        self._leave_together()
+        self.leave_together()
 
     def progress(self) -> None:
         """Tell the watchdog that the phase goes on: a piece is read, a step done. Idle loops call it too."""
         self._watchdog.progress()
 
-    def finish(self) -> None:
-        """Wait for all ranks to have done their work, as at the end of a phase."""
-        self._leave_together()
+    def leave_together(self) -> None:
+        """Wait until all ranks have come here. Raises `PeerError` if one has failed instead."""
+        guilty = self._guilty_rank(claim=None)
+        if guilty is not None:
+            raise PeerError(f"rank {guilty} has failed")
 
     def fail(self, error: BaseException) -> NoReturn:
         """End all ranks with `error`, told once: by the lowest of the ranks that failed alike."""
@@ -87,17 +89,11 @@ class Job:
         claim = self.size + self.rank if was_stopped else self.rank
         if isinstance(error, PeerError) or self._guilty_rank(claim) != self.rank:
             time.sleep(_END_SECONDS)
-        elif not isinstance(error, JobError | KeyboardInterrupt):
-            traceback.print_exception(error)
         exit_code, message = _outcome(error, self._watchdog.phase)
-        self._say(message)
+        expected = isinstance(error, JobError | KeyboardInterrupt)
+        self._say(message, None if expected else error)
         self._abort(exit_code)
         sys.exit(exit_code)
-
-    def _leave_together(self) -> None:
-        guilty = self._guilty_rank(claim=None)
-        if guilty is not None:
-            raise PeerError(f"rank {guilty} has failed")
 
     def _guilty_rank(self, claim: int | None) -> int | None:
         """Agree on the rank with the lowest claim, modulo `size`; collective. None if no rank has one.
@@ -126,9 +122,12 @@ class Job:
         self._abort(StoppedError.exit_code)
         os._exit(StoppedError.exit_code)
 
-    def _say(self, message: str) -> None:
+    def _say(self, message: str, error: BaseException | None = None) -> None:
+        """Print the last words, after the traceback of `error`."""
         with contextlib.suppress(OSError):  # that nobody reads its last words must not keep a rank alive
             sys.stdout.flush()
+            if error is not None:
+                traceback.print_exception(error)
             sys.stderr.write(f"mpi_tp: [rank {self.rank}/{self.size}] {' '.join(message.split())}\n")
             sys.stderr.flush()
 
@@ -149,7 +148,7 @@ def run(main: Callable[[Job], int], stall_timeout: float = 300.0) -> NoReturn:
     try:
         _heed_signals()
         exit_code = main(job)
-        job.finish()
+        job.leave_together()
     except BaseException as error:  # SystemExit too: it would leave the other ranks waiting
         job.fail(error)
     sys.exit(exit_code)

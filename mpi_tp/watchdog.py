@@ -4,9 +4,6 @@ It makes no CUDA call (those could break the capture of a graph) and runs while 
 """
 
 import os
-import select
-import signal
-import socket
 import sys
 import threading
 import time
@@ -19,7 +16,6 @@ from typing import NoReturn
 from mpi_tp.errors import StoppedError
 
 _POLL_SECONDS = 1.0
-_SIGNAL_SECONDS = 10.0  # from a signal until a main thread that does not come back from C is given up
 _VICTIM_SECONDS = 2.0  # what a rank that waits for others leaves them to speak first
 
 
@@ -60,22 +56,17 @@ class Watchdog:
 
     def start(self, launched: bool) -> None:
         """Start the thread; `launched`: the parent process is a launcher, without which this one must not run on."""
-        arguments = (os.getppid() if launched else None, _signal_socket())
-        threading.Thread(target=self._watch, args=arguments, name="watchdog", daemon=True).start()
+        launcher = os.getppid() if launched else None
+        threading.Thread(target=self._watch, args=(launcher,), name="watchdog", daemon=True).start()
 
-    def _watch(self, launcher: int | None, signals: socket.socket) -> None:
+    def _watch(self, launcher: int | None) -> None:
         seen, since = self._state(), time.monotonic()
-        signalled = float("inf")
         while True:
-            if select.select([signals], [], [], min(_POLL_SECONDS, self._stall_timeout / 4))[0]:
-                signals.recv(64)
-                signalled = time.monotonic()
+            time.sleep(min(_POLL_SECONDS, self._stall_timeout / 4))
             if launcher is not None and os.getppid() != launcher:
                 with suppress(OSError):  # most likely nobody reads it
                     sys.stderr.write("mpi_tp: the launcher is gone\n")
                 os._exit(StoppedError.exit_code)
-            if time.monotonic() - signalled > _SIGNAL_SECONDS:
-                self._end(f"a signal, but phase {self.phase!r} does not stop", 0.0)
             if self._waiting or self._state() != seen:
                 seen, since = self._state(), time.monotonic()
             elif time.monotonic() - since > self._stall_timeout:
@@ -90,14 +81,6 @@ class Watchdog:
             f"no progress for {self._stall_timeout:g} s in phase {self.phase!r}, step {self.step}, at {_place(frame)}"
         )
         self._end(message, _VICTIM_SECONDS if _waits_for_others(frame) else 0.0)
-
-
-def _signal_socket() -> socket.socket:
-    """Return a socket that becomes readable with every signal, even if the main thread cannot run its handler."""
-    receiver, sender = socket.socketpair()
-    sender.setblocking(False)
-    signal.set_wakeup_fd(sender.detach())
-    return receiver
 
 
 def _place(frame: FrameType) -> str:

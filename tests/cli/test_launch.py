@@ -154,9 +154,12 @@ def test_a_row_of_singletons_is_noticed(program: Path, variables: dict[str, str]
     assert "MPI sees 1" in line
 
 
-def test_a_missing_mpi_is_told_in_one_line(program: Path) -> None:
+def test_a_missing_mpi_is_told_in_one_line(program: Path, tmp_path: Path) -> None:
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").touch()
+    (tmp_path / "mpi4py" / "MPI.py").write_text("raise RuntimeError('cannot load MPI library\\nno libmpi.so.40')")
     command = [sys.executable, program, "none", "0", "finish"]
-    env = alone(MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    env = alone(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=60)
     assert result.returncode == 78
     assert result.stderr.startswith("mpi_tp: mpi4py finds no MPI")
