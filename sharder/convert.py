@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,8 +80,12 @@ def _is_there(directory: Path, options: SetOptions, tokenizer: Path) -> bool:
 
 def _write(directory: Path, source: ModelSource, options: SetOptions, tokenizer: Path, overwrite: bool) -> None:
     plan = plan_shards(source.rows, options.strategy, options.ranks)
-    with ShardSetWriter(directory, options, overwrite) as writer, progress(source.total_bytes, "sharding") as bar:
-        for name, tensor in source.read_ahead(plan):
+    with (
+        ShardSetWriter(directory, options, overwrite) as writer,
+        closing(source.read_ahead(plan)) as tensors,
+        progress(source.total_bytes, "sharding") as bar,
+    ):
+        for name, tensor in tensors:
             writer.add(plan[name], tensor)
             bar.update(tensor.nbytes)
         if any(tokenizer.iterdir()):
@@ -91,8 +96,8 @@ def _write(directory: Path, source: ModelSource, options: SetOptions, tokenizer:
 def _compare(directory: Path, source: ModelSource) -> None:
     """Compare every tensor of the source with the set's checksums."""
     entries = ShardSet.open(directory).manifest.tensors
-    with progress(source.total_bytes, "comparing") as bar:
-        for name, tensor in source.read_ahead(entries):
+    with closing(source.read_ahead(entries)) as tensors, progress(source.total_bytes, "comparing") as bar:
+        for name, tensor in tensors:
             if tensor_checksum(tensor) != entries[name].checksum:
                 raise ConfigurationError(
                     f"{directory}/ was made from another {source.reader.path}: tensor {name} differs: "

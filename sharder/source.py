@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mpi_tp.errors import ConfigurationError, UsageError
-from mpi_tp.models.families import parse_config, tensor_table
+from mpi_tp.models.families import tensor_table
 from mpi_tp.models.mlp import ACTIVATIONS, is_mlp, mlp_config
 from mpi_tp.partition.plan import TensorRow
 from mpi_tp.shards.checksum import tensor_bytes
@@ -58,8 +58,11 @@ class ModelSource:
             raise ConfigurationError(f"tensor {name} holds {largest:g}, too large for float16: use --dtype bfloat16")
         return cast
 
-    def read_ahead(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of those names in turn, each with its name, reading the next one meanwhile."""
+    def read_ahead(self, names: Iterable[str]) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield the tensors of those names in turn, each with its name, reading the next one meanwhile.
+
+        Close the generator before the checkpoint if it is not exhausted: a read may be under way.
+        """
         names = list(names)
         with ThreadPoolExecutor(max_workers=1) as reader:
             pending = reader.submit(self.read, names[0])
@@ -91,7 +94,6 @@ def open_source(path: Path, options: SourceOptions) -> Iterator[ModelSource]:
     dtype = None if options.dtype == "source" else dtype_named(options.dtype)
     with open_checkpoint(path, dtype or torch.bfloat16) as reader:
         config = _json_only(_find_config(reader, options))
-        parse_config(config)
         rows = tensor_table(config)
         source = ModelSource(reader, config, rows, _match(reader, rows, config), dtype)
         _check_specs(source)

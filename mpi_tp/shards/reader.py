@@ -86,6 +86,8 @@ class ShardSet:
         for entry in self.manifest.files:
             os.close(open_sized(self.directory / entry.name, entry))
         for entry in self.manifest.tokenizer:
+            if Path(entry.name).name != entry.name:
+                raise damaged(self.directory / MANIFEST_NAME, f"{entry.name!r} is no name of a tokenizer file")
             os.close(open_sized(self.directory / TOKENIZER_DIRECTORY / entry.name, entry))
 
 

@@ -19,8 +19,8 @@ _STAGED = ".incomplete"
 class Staging:
     """Holds `directory` for one writer; `path` is where the new set's files are written.
 
-    Raises ConfigurationError if the folder holds a set and `overwrite` is off, FileError if another writer is at work
-    there, OSError if it cannot be written.
+    `close` it in any case. Raises ConfigurationError if the folder holds a set and `overwrite` is off, FileError if
+    another writer is at work there, OSError if it cannot be written.
     """
 
     def __init__(self, directory: Path, overwrite: bool) -> None:
@@ -63,8 +63,6 @@ class Staging:
             # A signal between two moves: go on where it struck, half a set helps nobody.
             self._switch(names, stale)
             raise
-        finally:
-            os.close(self._lock)
 
     def _switch(self, names: Sequence[str], stale: Sequence[Path]) -> None:
         staged_manifest = self.path / MANIFEST_NAME
@@ -80,9 +78,11 @@ class Staging:
             staged_manifest.rename(self._directory / MANIFEST_NAME)
         shutil.rmtree(self.path, ignore_errors=True)
         sync_directory(self._directory)
+        if self._created:
+            sync_directory(self._directory.parent)
 
-    def abandon(self) -> None:
-        """Remove all that was written; what was there before stays as it is."""
+    def close(self) -> None:
+        """Release the folder; what was not committed is removed, and what was there before stays as it is."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._created and not any(self._directory.iterdir()):
             self._directory.rmdir()

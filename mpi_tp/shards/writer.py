@@ -42,7 +42,6 @@ class ShardSetWriter:
         self._tensors: dict[str, TensorEntry] = {}
         self._tokenizer: list[FileEntry] = []
         self._files: list[RankFileWriter] = []
-        self._committed = False
         with self._file_errors():
             self._staging = Staging(directory, overwrite)
 
@@ -102,7 +101,6 @@ class ShardSetWriter:
             staged = self._staging.path / MANIFEST_NAME
             staged.write_bytes(encode_manifest(manifest))
             _sync_file(staged)
-            self._committed = True
             self._staging.commit()
         return manifest
 
@@ -115,8 +113,7 @@ class ShardSetWriter:
     def _close(self) -> None:
         for file in self._files:
             file.close()
-        if not self._committed:
-            self._staging.abandon()
+        self._staging.close()
 
     @contextlib.contextmanager
     def _file_errors(self) -> Iterator[None]:

@@ -122,6 +122,10 @@ def test_a_manifest_that_names_other_files_is_refused(shards: Path) -> None:
     write_manifest(shards, dataclasses.replace(manifest, files=files))
     with pytest.raises(FileError, match=r"it names .*\.\./escape\.h5"):
         ShardSet.open(shards)
+    outside = dataclasses.replace(manifest.files[0], name="../rank-00000-of-00002.h5")
+    write_manifest(shards, dataclasses.replace(manifest, tokenizer=[outside]))
+    with pytest.raises(FileError, match="is no name of a tokenizer file"):
+        ShardSet.open(shards)
 
 
 def extra_dataset(file: h5py.File, shards: Path) -> None:
