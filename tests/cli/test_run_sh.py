@@ -1,0 +1,244 @@
+"""run.sh: how it launches, what it makes of exit codes and signals.
+
+Real programs where a rank takes part; a launcher that only tells how it was called where the launcher alone matters.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import ROOT
+from tests.support.checkpoints import write_model_and_config
+from tests.support.tiny import tiny_model
+
+RUN_SH = ROOT / "run.sh"
+OPEN_MPI = "mpirun (Open MPI) 5.0.11"
+MPICH = "HYDRA build details:"
+
+
+def start(*arguments: object, cwd: Path, **variables: str) -> subprocess.Popen[str]:
+    """Start run.sh, outside Slurm, in the environment of this Python unless VIRTUAL_ENV says otherwise."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMP_", "NP"))}
+    return subprocess.Popen(
+        ["bash", str(RUN_SH), *map(str, arguments)],
+        cwd=cwd,
+        env={**ours, "VIRTUAL_ENV": sys.prefix, **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",  # Open MPI adds null bytes
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # bash cannot trap what it finds ignored
+    )
+
+
+def finish(process: subprocess.Popen[str], stdin: str = "") -> tuple[int, str, str]:
+    out, err = process.communicate(stdin, timeout=120)
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: object, stdin: str = "", **variables: str) -> tuple[int, str, str]:
+        return finish(start(*arguments, cwd=tmp_path, **variables), stdin)
+
+    return run
+
+
+# A site of fake commands
+
+
+class Site:
+    """An environment whose launchers are scripts of the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "log"
+        (folder / "bin").mkdir()
+        self.command("python", f'exec {sys.executable} "$@"')
+
+    def command(self, name: str, script: str) -> None:
+        path = self.folder / "bin" / name
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        path.chmod(0o755)
+
+    def mpirun(self, version: str, exit_code: int = 0) -> None:
+        """One that tells how it was called and with how many threads."""
+        self.command(
+            "mpirun",
+            f'[[ $1 == --version ]] && echo "{version}" && exit\n'
+            f'echo "$@" with $OMP_NUM_THREADS $HDF5_USE_FILE_LOCKING\nexit {exit_code}',
+        )
+
+    def slurm(self, job: str, restarts: int = 0) -> dict[str, str]:
+        """A job whose site has no srun that fits; what scontrol is asked to do goes to `log`."""
+        self.command("srun", "echo none")
+        self.command("scontrol", f'echo "$1" >>{self.log}\necho "{job}"')
+        return {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_RESTART_COUNT": str(restarts)}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    (tmp_path / "site").mkdir()
+    return Site(tmp_path / "site")
+
+
+def test_open_mpi_may_use_all_cores_for_any_number_of_ranks(run, site):
+    site.mpirun(OPEN_MPI)
+    code, out, _ = run("infer", "--limit", "3", NP="5", VIRTUAL_ENV=str(site.folder))
+    flags = "--bind-to none --map-by slot:OVERSUBSCRIBE -x OMP_NUM_THREADS -x HDF5_USE_FILE_LOCKING"
+    threads = max(1, len(os.sched_getaffinity(0)) // 5)
+    python = site.folder / "bin" / "python"
+    assert (code, out) == (0, f"-np 5 {flags} {python} -m mpi_tp.infer --limit 3 with {threads} FALSE\n")
+
+
+def test_mpich_needs_no_flags(run, site):
+    site.mpirun(MPICH)
+    _, out, _ = run("infer", NP="2", VIRTUAL_ENV=str(site.folder), OMP_NUM_THREADS="6")
+    assert out == f"-np 2 {site.folder}/bin/python -m mpi_tp.infer with 6 FALSE\n"
+
+
+@pytest.mark.parametrize("flags", [["--shards", "my set"], ["--shards=my set"], []])
+def test_ranks_are_those_of_the_shard_set(run, site, tmp_path, flags):
+    site.mpirun(MPICH)
+    folder = tmp_path / ("my set" if flags else "shards")
+    folder.mkdir()
+    (folder / "manifest.json").write_text('{"ranks": 3}')
+    _, out, _ = run("infer", *flags, VIRTUAL_ENV=str(site.folder))
+    assert out.startswith("-np 3 ")
+
+
+def test_ranks_are_one_without_a_shard_set(run, site):
+    site.mpirun(MPICH)
+    assert run("infer", VIRTUAL_ENV=str(site.folder))[1].startswith("-np 1 ")
+
+
+def test_standard_input_arrives_as_a_file(run, site):
+    site.command("mpirun", 'cat "${@: -1}"')
+    prompts = "".join(f"prompt {number}\n" for number in range(20000))
+    assert run("infer", "--input", "-", stdin=prompts, VIRTUAL_ENV=str(site.folder))[1] == prompts
+
+
+@pytest.mark.parametrize(
+    ("launcher", "contract"),
+    [(code, code) for code in (0, 2, 70, 74, 75, 78)] + [(code, 75) for code in (9, 11, 137, 139, 143)] + [(1, 70)],
+)
+def test_exit_codes(run, site, launcher, contract):
+    site.mpirun(OPEN_MPI, launcher)
+    assert run("infer", VIRTUAL_ENV=str(site.folder))[0] == contract
+
+
+RUNNING = "JobId=7 JobState=RUNNING Reason=None Requeue=1 Restarts=0 BatchFlag=1 ExitCode=0:0"
+
+
+@pytest.mark.parametrize(
+    ("job", "exit_code", "restarts", "asked"),
+    [
+        (RUNNING, 137, 0, ["--oneliner", "requeue"]),
+        (RUNNING, 137, 5, []),
+        (RUNNING, 78, 0, []),
+        (RUNNING.replace("Requeue=1", "Requeue=0"), 75, 0, ["--oneliner"]),
+        (RUNNING.replace("RUNNING", "CANCELLED"), 75, 0, ["--oneliner"]),
+    ],
+    ids=["stopped", "stopped-often", "failed", "not-requeueable", "cancelled"],
+)
+def test_slurm_takes_back_a_stopped_job(run, site, job, exit_code, restarts, asked):
+    site.mpirun(OPEN_MPI, exit_code)
+    _, out, _ = run("infer", VIRTUAL_ENV=str(site.folder), **site.slurm(job, restarts))
+    assert out.startswith("-np 3 ")
+    assert (site.log.read_text().split() if site.log.exists() else []) == asked
+
+
+@pytest.mark.parametrize(("trial", "launcher"), [(75, "srun"), (70, "mpirun"), (137, "mpirun")])
+def test_slurm_launches_with_srun_where_a_trial_of_it_ends_as_it_should(run, site, trial, launcher):
+    site.mpirun(OPEN_MPI)
+    variables = site.slurm(RUNNING)
+    site.command("srun", f'case "$*" in *list) echo pmi2 pmix ;; *Abort*) exit {trial} ;; *) echo srun "$@" ;; esac')
+    code, out, _ = run("infer", VIRTUAL_ENV=str(site.folder), **variables)
+    assert code == 0
+    assert out.startswith("srun --ntasks=3 --mpi=pmi" if launcher == "srun" else "-np 3 ")
+    assert ("--kill-on-bad-exit=1" in out) == (launcher == "srun")
+
+
+# Wrong usage
+
+
+def test_unknown_program_names_those_that_exist(run):
+    code, _, err = run("infre")
+    assert code == 2
+    assert err.startswith("run.sh: there is no program infre: choose from infer")
+
+
+def test_number_of_ranks_must_be_one(run):
+    code, _, err = run("infer", NP="two")
+    assert (code, err) == (2, "run.sh: NP=two is no number of ranks\n")
+
+
+def test_srun_must_not_start_it_once_a_rank(run):
+    code, _, err = run("infer", SLURM_STEP_NUM_TASKS="4")
+    assert code == 2
+    assert "sbatch" in err
+
+
+# Real programs
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    source = write_model_and_config(tiny_model("llama"), folder)
+    command = [sys.executable, "-m", "sharder", source, "--ranks", "2", "-o", folder / "set"]
+    subprocess.run([*map(str, command)], check=True, cwd=ROOT, capture_output=True)
+    return folder / "set"
+
+
+def test_infer_over_the_ranks_of_the_set(run, shards):
+    line = json.dumps({"prompt_token_ids": [5, 6, 7]})
+    code, out, err = run("infer", "--shards", shards, "--input", "-", "--max-new-tokens", 4, "--ignore-eos", stdin=line)
+    assert code == 0, err
+    assert len(json.loads(out)["token_ids"]) == 4
+
+
+def test_exit_code_of_the_program(run, shards):
+    code, _, err = run("infer", "--shards", shards, NP="1")
+    assert code == 78
+    assert "holds 2 ranks but mpirun started 1" in err
+
+
+@pytest.fixture
+def waiting(shards: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Infer on two ranks, of which the first waits for its input."""
+    pipe = tmp_path / "prompts.jsonl"
+    os.mkfifo(pipe)
+    process = start("infer", "--shards", shards, "--input", pipe, cwd=tmp_path)
+    with pipe.open("w"):  # opens when the rank does
+        yield process
+    process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_stop_signals_reach_the_ranks(waiting, number):
+    waiting.send_signal(number)
+    code, _, err = finish(waiting)
+    assert code == 75, err
+    assert "stopped by SIG" in err
+
+
+def test_lost_rank_is_worth_another_try(waiting, tmp_path):
+    os.kill(pid_of_a_rank(str(tmp_path)), signal.SIGKILL)
+    assert finish(waiting)[0] == 75
+
+
+def pid_of_a_rank(argument: str) -> int:
+    """Return the process of one Python that infers with this argument."""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        words = entry.read_bytes().split(b"\0")
+        if words[1:3] == [b"-m", b"mpi_tp.infer"] and any(argument.encode() in word for word in words):
+            return int(entry.parent.name)
+    raise AssertionError(f"no rank runs with {argument}")
