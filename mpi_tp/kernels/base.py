@@ -72,7 +72,10 @@ class Kernels(Protocol):
         cache: tuple[torch.Tensor, torch.Tensor],
         slots_T: torch.Tensor,
     ) -> None:
-        """Store keys and values of the step's tokens in the caches [P, S, G, D] at their slots."""
+        """Store keys and values of the step's tokens in the caches [P, S, G, D] at their slots.
+
+        In which order a block holds its numbers is up to the kernels; blocks can be copied whole.
+        """
         ...
 
     def attention(

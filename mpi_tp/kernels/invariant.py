@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from mpi_tp.kernels import invariant_attention, invariant_linear, invariant_rows
 from mpi_tp.kernels.base import AttentionInputs
@@ -24,14 +25,12 @@ class PackedWeight:
     tiles: torch.Tensor
     size: int
     """N, without the zero rows that fill the last tile."""
+    array: Any
+    """The memory of the tiles as numpy sees it, bfloat16 as uint16."""
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows [len(ids), K] in float32."""
         return self.tiles[ids // LANES, :, ids % LANES].float()
-
-    def numpy(self) -> Any:
-        """Return the tiles as an array, bfloat16 as uint16."""
-        return (self.tiles.view(torch.uint16) if self.tiles.dtype == torch.bfloat16 else self.tiles).numpy()
 
 
 def _by_head(cache: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,18 +52,18 @@ class InvariantKernels:
     def prepare(self, weight_NK: torch.Tensor) -> PackedWeight:
         """Return the weight [N, K] in tiles."""
         size, inputs = weight_NK.shape
-        dtype = torch.bfloat16 if weight_NK.dtype == torch.bfloat16 else torch.float32
-        tiles = torch.zeros(-(-size // LANES), inputs, LANES, dtype=dtype)
-        for tile, rows in enumerate(weight_NK.split(LANES)) if size else ():
-            tiles[tile, :, : rows.shape[0]] = rows.T
-        return PackedWeight(tiles, size)
+        weight_NK = weight_NK if weight_NK.dtype == torch.bfloat16 else weight_NK.float()
+        filled = functional.pad(weight_NK, (0, 0, 0, -size % LANES))
+        tiles = filled.view(-(-size // LANES), LANES, inputs).transpose(1, 2).contiguous()
+        array = (tiles.view(torch.uint16) if tiles.dtype == torch.bfloat16 else tiles).numpy()
+        return PackedWeight(tiles, size, array)
 
     def linear(self, x_TK: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return x · weightᵀ + bias [T, N]."""
         y_TN = torch.zeros(x_TK.shape[0], weight.tiles.shape[0] * LANES)
         bfloat16 = weight.tiles.dtype == torch.bfloat16
         multiply = invariant_linear.multiply_bfloat16 if bfloat16 else invariant_linear.multiply_float32
-        multiply(_array(x_TK), weight.numpy(), y_TN.numpy())
+        multiply(_array(x_TK), weight.array, y_TN.numpy())
         y_TN = y_TN[:, : weight.size].contiguous()
         return y_TN if bias_N is None else y_TN.add_(bias_N)
 

@@ -1,4 +1,4 @@
-"""How kernels are compiled: ahead of the first call, for this CPU, and kept on disk for the next process."""
+"""How kernels are compiled: at the first call, for this CPU, and kept on disk for the next process."""
 
 import functools
 import hashlib
@@ -17,8 +17,12 @@ def _cache_folder() -> Path:
     """
     sources = sorted(Path(__file__).parent.glob("*.py"))
     facts = [path.read_bytes() for path in sources]
-    facts += [str(part).encode() for part in (llvmlite.binding.get_host_cpu_name(), llvmlite.__version__)]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    machine = llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten()
+    facts += [part.encode() for part in (llvmlite.__version__, *machine)]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if not root.is_absolute():
+        # A user without a home, as in some containers.
+        root = Path(__file__).parent / "__pycache__"
     return root / "mpi-tp" / f"kernels-{hashlib.sha256(b''.join(facts)).hexdigest()[:16]}"
 
 
@@ -35,7 +39,6 @@ numba.core.config.reload_config()
 intrinsic: Callable[[Callable[..., Any]], Any] = numba.extending.intrinsic(prefer_literal=True)
 """Decorator of a function that writes LLVM code; integers written out in a call reach it as literals."""
 
-
 inlined: Callable[[Callable[..., Any]], Any] = numba.njit(inline="always")
 """Decorator of a function that becomes part of the kernels that call it, with no compilation of its own."""
 
@@ -51,9 +54,8 @@ def kernel(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         def compiled() -> Any:
             try:
                 return numba.njit([signature], cache=True, nogil=True, error_model="numpy")(function)
-            except RuntimeError as error:
-                if "cannot cache function" not in str(error):
-                    raise
+            except (RuntimeError, OSError):
+                # numba found no folder to write to, or no room in it.
                 return numba.njit([signature], nogil=True, error_model="numpy")(function)
 
         @functools.wraps(function)

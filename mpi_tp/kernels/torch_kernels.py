@@ -122,8 +122,8 @@ class TorchKernels:
         keys, values = (stored.flatten(0, 1) for stored in cache)
         result = torch.empty_like(q_THD)
         for group in self._groups(inputs, cache[0].shape[1]):
-            k_BHLD = keys[group.slots][:, :, kv_index_H].transpose(1, 2)
-            v_BHLD = values[group.slots][:, :, kv_index_H].transpose(1, 2)
+            places = group.slots[:, None], kv_index_H[:, None]
+            k_BHLD, v_BHLD = keys[places], values[places]
             q_BHCD = q_THD[group.tokens].transpose(1, 2)
             mask = group.mask(window)
             y = functional.scaled_dot_product_attention(q_BHCD, k_BHLD, v_BHLD, attn_mask=mask, scale=scale)
