@@ -33,7 +33,7 @@ def describe(shards: ShardSet) -> list[str]:
         f"{shards.strategy}, dtype {options.dtype}, from {options.source.name} ({options.source.kind})"
     ]
     entries = list(shards.manifest.tensors.values())
-    rows = [["tensor", "dtype", "shape", "axis", *(f"rank {rank}" for rank in range(shards.ranks))]]
+    rows = [["tensor", "dtype", "shape", "axis", *(f"rank {rank} (bytes)" for rank in range(shards.ranks))]]
     rows += [_tensor_row(entry, shards.ranks) for entry in entries]
     return [*head, "", *_table(rows), "", *_table(_rank_rows(shards, entries)), "", _balance_line(shards, entries)]
 
@@ -41,11 +41,13 @@ def describe(shards: ShardSet) -> list[str]:
 def _tensor_row(entry: TensorEntry, ranks: int) -> list[str]:
     axis = entry.planned.axis
     shape = " x ".join(map(str, entry.planned.shape))
-    spans = ["whole" if axis is None else _spans(entry, rank) for rank in range(ranks)]
-    return [entry.name, dtype_name(entry.dtype), shape, "-" if axis is None else str(axis), *spans]
+    parts = [f"{_spans(entry, rank)} ({entry.local_bytes(rank):,})" for rank in range(ranks)]
+    return [entry.name, dtype_name(entry.dtype), shape, "-" if axis is None else str(axis), *parts]
 
 
 def _spans(entry: TensorEntry, rank: int) -> str:
+    if entry.planned.axis is None:
+        return "whole"
     return ",".join(f"{start}:{stop}" for start, stop in entry.local_ranges(rank)) or "none"
 
 
