@@ -59,7 +59,7 @@ class ShardSetWriter:
     ) -> None:
         self._close()
 
-    def add(self, planned: PlannedTensor, tensor: torch.Tensor) -> TensorEntry:
+    def add(self, planned: PlannedTensor, tensor: torch.Tensor) -> None:
         """Write each rank's part of a whole CPU `tensor`, which has the shape that `planned` says."""
         assert tuple(tensor.shape) == planned.shape, f"{planned.name}: {tuple(tensor.shape)} != {planned.shape}"
         tensor = tensor.contiguous()
@@ -73,7 +73,6 @@ class ShardSetWriter:
                 part_checksum = tensor_checksum(part)
             with self._file_errors():
                 file.add(entry, part, part_checksum)
-        return entry
 
     def add_tokenizer(self, source: Path) -> None:
         """Copy every file of the folder `source` into the set."""
