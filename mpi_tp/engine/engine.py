@@ -80,7 +80,7 @@ class Engine:
         self._check(prompt_ids, params)
         max_length = self._max_length(prompt_ids, params)
         sequences = [
-            Sequence(params, sample, list(prompt_ids), len(prompt_ids), max_length) for sample in range(params.n)
+            Sequence(params, sample, list(prompt_ids), len(prompt_ids), max_length, key) for sample in range(params.n)
         ]
         if params.stop and self.tokenizer:
             for sequence in sequences:
@@ -97,8 +97,7 @@ class Engine:
             chunk.sequence.computed = chunk.stop
         for sequence, row in zip(sampled, logits, strict=True):
             self._append(sequence, row)
-        self._scheduler.retire_finished()
-        return self._collect()
+        return self._collect(self._scheduler.retire_finished())
 
     def keep_alive(self) -> None:
         """Run a step without tokens, so that the other ranks see that rank 0 lives while it waits for input."""
@@ -146,17 +145,19 @@ class Engine:
         self.num_sampled += 1
         if params.logprobs:
             sequence.logprobs.append(log_probability(logits, token))
-        watcher = sequence.stop_watcher
         if token in self._eos_token_ids and not params.ignore_eos:
             sequence.finish_reason = "stop"
-        elif watcher and watcher.stops_at(token):
-            sequence.finish_reason = "stop"
-            sequence.stopped_text = watcher.text
         elif len(sequence.tokens) == sequence.max_length:
             sequence.finish_reason = "length"
+        watcher = sequence.stop_watcher
+        if watcher and (watcher.stops_at(token) or (sequence.is_finished and watcher.stops_at_end())):
+            sequence.finish_reason = "stop"
+            sequence.stopped_text = watcher.text
 
-    def _collect(self) -> list[Outcome]:
-        done = [key for key, samples in self._samples.items() if all(sample.is_finished for sample in samples)]
+    def _collect(self, finished: list[Sequence]) -> list[Outcome]:
+        """Return the outcomes of the requests whose last samples are among the finished."""
+        keys = dict.fromkeys(sequence.key for sequence in finished)
+        done = [key for key in keys if all(sample.is_finished for sample in self._samples[key])]
         return [self._outcome(key, self._samples.pop(key)) for key in done]
 
     def _outcome(self, key: Any, samples: list[Sequence]) -> Outcome:

@@ -1,7 +1,8 @@
 """A prompt in any of its forms to token ids."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from numbers import Integral
+from typing import Any, cast
 
 from mpi_tp.engine.request import RequestError
 from mpi_tp.errors import ConfigurationError
@@ -14,15 +15,18 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     """Return the prompt's token ids.
 
-    Raises RequestError if it needs a tokenizer or chat template that the model does not have, or the template refuses.
+    Raises RequestError if it has none of these forms, needs a tokenizer or chat template that the model does not have,
+    or the template refuses it.
     """
-    if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-        return [token for token in prompt if isinstance(token, int)]
+    if not isinstance(prompt, str) and all(isinstance(token, Integral) for token in prompt):
+        return [int(token) for token in cast(Sequence[int], prompt)]
     if tokenizer is None:
         raise RequestError("no_tokenizer", "the shard set has no tokenizer: give prompt_token_ids")
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
+    if not all(isinstance(message, Mapping) for message in prompt):
+        raise RequestError("invalid_prompt", "a prompt must be text, a list of messages or a list of token ids")
     try:
-        return tokenizer.encode_chat([message for message in prompt if isinstance(message, Mapping)])
+        return tokenizer.encode_chat(cast(Sequence[Mapping[str, Any]], prompt))
     except (ConfigurationError, ValueError) as error:
         raise RequestError("invalid_prompt", str(error)) from error

@@ -33,8 +33,8 @@ def log_probability(logits: NDArray[np.float32], token: int) -> float:
 
 def _candidates(logits: NDArray[np.float32], params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the tokens that may be chosen and their summed-up probabilities (up to a common factor)."""
-    scaled = logits.astype(np.float64) / params.temperature
-    weights = np.exp(scaled - scaled.max())
+    shifted = logits.astype(np.float64) - logits.max()  # first, or the division may overflow
+    weights = np.exp(shifted / params.temperature)
     if params.top_k is None and params.top_p is None:
         return np.arange(len(weights)), weights.cumsum()
     order = np.argsort(-weights, kind="stable")[: params.top_k]

@@ -49,13 +49,14 @@ class Scheduler:
                 room -= stop - sequence.computed
         return chunks
 
-    def retire_finished(self) -> None:
-        """Give back the blocks of sequences that are finished."""
-        for sequence in self._running:
-            if sequence.is_finished:
-                self._pool.give_back(sequence.blocks)
-                sequence.blocks = []
+    def retire_finished(self) -> list[Sequence]:
+        """Take the finished sequences out of the batch, give back their blocks and return them."""
+        finished = [sequence for sequence in self._running if sequence.is_finished]
+        for sequence in finished:
+            self._pool.give_back(sequence.blocks)
+            sequence.blocks = []
         self._running = [sequence for sequence in self._running if not sequence.is_finished]
+        return finished
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_batch_size:

@@ -1,6 +1,7 @@
 """A sequence of tokens that grows, and the stretch of it that runs in one step."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from mpi_tp.engine.request import FinishReason, SamplingParams
 from mpi_tp.engine.stop import StopWatcher
@@ -8,7 +9,7 @@ from mpi_tp.engine.stop import StopWatcher
 
 @dataclass
 class Sequence:
-    """One sample of one request: the prompt's tokens, then the generated ones.
+    """One sample of the request `key`: the prompt's tokens, then the generated ones.
 
     `max_length` bounds prompt and answer together. The first `computed` tokens have their keys and values in `blocks`.
     `stopped_text` is what stands before a stop string.
@@ -19,6 +20,7 @@ class Sequence:
     tokens: list[int]
     prompt_length: int
     max_length: int
+    key: Any = None
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     logprobs: list[float] = field(default_factory=list)

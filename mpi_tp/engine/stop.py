@@ -17,6 +17,11 @@ class StopWatcher:
         self._pieces.append(self._checker.add(self._detokenizer.add(token)))
         return self._checker.stopped
 
+    def stops_at_end(self) -> bool:
+        """Take the end of the text, where half a character or single bytes may be held back; say whether that stops it."""
+        self._pieces.append(self._checker.add(self._detokenizer.finish()))
+        return self._checker.stopped
+
     @property
     def text(self) -> str:
         """The text before the stop string."""

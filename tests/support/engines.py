@@ -1,0 +1,139 @@
+"""An engine on rank threads, as infer runs it on rank processes; and a tokenizer that fits the tiny models."""
+
+import functools
+import hashlib
+import json
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers
+
+from mpi_tp.comm.base import Communicator
+from mpi_tp.comm.threads import run_ranks
+from mpi_tp.engine.engine import Engine, Outcome, follow
+from mpi_tp.engine.kv_cache import BlockPool, allocate_cache
+from mpi_tp.engine.prompt import Prompt
+from mpi_tp.engine.request import RequestError, SamplingParams
+from mpi_tp.engine.runner import Runner
+from mpi_tp.engine.scheduler import Scheduler
+from mpi_tp.engine.step import StepPlan
+from mpi_tp.kernels import select
+from mpi_tp.models.causal_lm import CausalLM
+from mpi_tp.models.families import parse_config
+from mpi_tp.tokenizer import Tokenizer
+from tests.support.parallel import CPU, layer_context
+from tests.support.tiny import hf_config, hf_weights
+
+EOS = 256
+
+Request = tuple[Prompt, SamplingParams]
+
+
+def byte_level_backend() -> tokenizers.Tokenizer:
+    """One token a byte, ids 0 to 255 in the order of the bytes' stand-ins, then EOS: the tiny models' 257."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({token: at for at, token in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    return backend
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level_backend(), {"eos_token": "</s>"}, frozenset({EOS}), chat_template=None)
+
+
+def save_tokenizer(folder: Path, **config: Any) -> None:
+    """Write the byte-level tokenizer's files into a folder; `config` goes into tokenizer_config.json."""
+    byte_level_backend().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", **config}))
+
+
+class RecordingRunner(Runner):
+    """Runs the plan as another process would get it, and keeps a hash of it and of its logits."""
+
+    def __init__(self, *arguments: Any, spoil: int | None = None) -> None:
+        super().__init__(*arguments)
+        self.hashes: list[str] = []
+        self._spoil = spoil
+
+    def run(self, plan: StepPlan) -> torch.Tensor:
+        received: StepPlan = pickle.loads(pickle.dumps(plan))
+        logits = super().run(received).clone()
+        parts = [getattr(received, field.name) for field in fields(received)] + [logits.numpy()]
+        self.hashes.append(hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest())
+        if self._spoil is not None:
+            logits[(received.ids[received.logit_rows] == self._spoil).nonzero()] = float("nan")
+        return logits
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an engine is made of; `spoil`: the logits that follow this token are no numbers."""
+
+    model: transformers.PreTrainedModel
+    strategy: Any = "column_wise"
+    num_blocks: int = 64
+    max_batch_size: int = 4
+    tokenizer: Tokenizer | None = field(default_factory=byte_level_tokenizer)
+    eos_token_ids: frozenset[int] = frozenset({EOS})
+    context_length: int = 256
+    spoil: int | None = None
+
+
+def serve(setting: Setting, requests: Sequence[Request], size: int = 1) -> list[Outcome]:
+    """Return the outcomes in the order of the requests, after checking that all ranks ran the same steps."""
+    ranks = run_ranks(size, functools.partial(_serve_on_rank, setting, requests))
+    assert all(hashes == ranks[0][1] for _, hashes in ranks)
+    return [ranks[0][0][key] for key in range(len(requests))]
+
+
+def _serve_on_rank(
+    setting: Setting, requests: Sequence[Request], comm: Communicator
+) -> tuple[dict[int, Outcome], list[str]]:
+    runner = build_runner(setting, comm)
+    if comm.rank:
+        follow(comm, runner, lambda: None)
+        return {}, runner.hashes
+    engine = build_engine(setting, comm, runner)
+    outcomes = {}
+    for key, (prompt, params) in enumerate(requests):
+        try:
+            engine.submit(key, prompt, params)
+        except RequestError as error:
+            outcomes[key] = Outcome(key, 0, [], error)
+    while not engine.is_idle:
+        for outcome in engine.step():
+            assert outcome.key not in outcomes
+            outcomes[outcome.key] = outcome
+    engine.close()
+    return outcomes, runner.hashes
+
+
+def build_runner(setting: Setting, comm: Communicator) -> RecordingRunner:
+    model = setting.model
+    kernels = select(CPU, "invariant", model.dtype)
+    config = parse_config(hf_config(model))
+    context = layer_context(hf_config(model), hf_weights(model), comm, kernels, setting.strategy)
+    caches = allocate_cache(config, setting.num_blocks, comm.rank, comm.size, torch.float32, CPU)
+    for part in (part for cache in caches for part in cache):
+        part.fill_(float("nan"))  # whoever reads what nobody wrote is found out
+    return RecordingRunner(CausalLM(context, config), caches, CPU, spoil=setting.spoil)
+
+
+def build_engine(setting: Setting, comm: Communicator, runner: Runner) -> Engine:
+    return Engine(
+        comm,
+        runner,
+        Scheduler(BlockPool(setting.num_blocks), setting.max_batch_size),
+        setting.tokenizer,
+        context_length=setting.context_length,
+        eos_token_ids=setting.eos_token_ids,
+        vocab_size=setting.model.config.vocab_size,
+    )

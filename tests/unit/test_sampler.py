@@ -1,0 +1,145 @@
+"""The choice of the next token: what may be chosen, with which probability, and what it depends on."""
+
+import numpy as np
+import pytest
+import torch
+
+from mpi_tp.engine.request import SamplingParams
+from mpi_tp.engine.sampler import choose_token, log_probability
+from mpi_tp.errors import UsageError
+
+DRAWS = 4000
+
+
+def random_logits(size=50, seed=0):
+    return (np.random.default_rng(seed).standard_normal(size) * 2).astype(np.float32)
+
+
+def draws(logits, **params):
+    """Return the tokens chosen at many positions."""
+    params = SamplingParams(temperature=params.pop("temperature", 1.0), **params)
+    return [choose_token(logits, params, 0, position) for position in range(DRAWS)]
+
+
+def reference(logits, temperature=1.0, top_k=None, top_p=None):
+    """Return every token's probability, by the definitions of top-k and then top-p."""
+    probabilities = torch.softmax(torch.tensor(logits, dtype=torch.float64) / temperature, -1).numpy()
+    kept = sorted(range(len(logits)), key=lambda token: -probabilities[token])[:top_k]
+    if top_p is not None:
+        total = sum(probabilities[token] for token in kept)
+        shares = [sum(probabilities[token] for token in kept[: count + 1]) / total for count in range(len(kept))]
+        kept = kept[: next(count for count, share in enumerate(shares) if share >= top_p) + 1]
+    result = np.zeros(len(logits))
+    result[kept] = probabilities[kept] / probabilities[kept].sum()
+    return result
+
+
+def test_greedy_takes_the_largest_and_of_equals_the_lowest_id():
+    logits = np.array([1, 3, 3, -np.inf, 3, 0], np.float32)
+    assert choose_token(logits, SamplingParams(), 0, 7) == 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 3.0},
+        {"top_k": 5},
+        {"top_k": 1000},
+        {"top_p": 0.6},
+        {"top_p": 1.0},
+        {"top_p": 1e-9},
+        {"top_k": 8, "top_p": 0.7, "temperature": 1.5},
+        {"top_k": 1, "temperature": 2.0},
+    ],
+)
+def test_tokens_come_with_their_probability_and_no_others_come(params):
+    logits = random_logits()
+    expected = reference(logits, **params)
+    counts = np.bincount(draws(logits, **params), minlength=len(logits))
+    assert not counts[expected == 0].any()
+    standard_errors = np.sqrt(expected * (1 - expected) / DRAWS)
+    assert np.all(np.abs(counts / DRAWS - expected) <= 5 * standard_errors + 1e-9)
+
+
+def test_top_k_keeps_the_lower_ids_of_equals():
+    assert set(draws(np.zeros(6, np.float32), top_k=2)) == {0, 1}
+
+
+def test_top_p_keeps_the_token_that_reaches_it():
+    """Of probabilities 1/2, 1/4, 1/8, 1/8, p = 0.75 is reached with the second, and any more needs the third."""
+    logits = np.log2([0.125, 0.5, 0.125, 0.25]).astype(np.float32) * np.float32(np.log(2))
+    assert set(draws(logits, top_p=0.74)) == {1, 3}
+    assert set(draws(logits, top_p=0.76)) == {1, 3, 0}
+
+
+def test_impossible_tokens_are_never_chosen():
+    logits = np.full(10, -np.inf, np.float32)
+    logits[[2, 9]] = 0
+    for params in ({}, {"top_k": 5}, {"top_p": 1.0}):
+        assert set(draws(logits, **params)) == {2, 9}
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-12])
+def test_the_smallest_temperatures_are_greedy(temperature):
+    logits = random_logits()
+    with np.errstate(over="ignore"):
+        assert set(draws(logits, temperature=temperature)) == {int(logits.argmax())}
+
+
+def test_huge_temperatures_are_uniform_and_huge_logits_no_problem():
+    logits = np.array([3e38, -3e38, 3e38, 0], np.float32)
+    assert set(draws(logits)) == {0, 2}
+    counts = np.bincount(draws(random_logits(4), temperature=1e300), minlength=4)
+    assert counts.min() > DRAWS / 4 * 0.8
+
+
+@pytest.mark.parametrize("top_k", [None, 20])
+def test_a_choice_depends_on_seed_sample_and_position_only(top_k):
+    logits = random_logits(1000)
+
+    def chosen(seed, sample):
+        params = SamplingParams(temperature=1.0, top_k=top_k, seed=seed)
+        return [choose_token(logits, params, sample, position) for position in range(40)]
+
+    first = chosen(3, 0)
+    assert first == chosen(3, 0)
+    assert first != chosen(4, 0)
+    assert first != chosen(3, 1)
+    assert len(set(first)) > 5
+    assert chosen(-1, 0) != chosen(1, 0)
+    assert chosen(2**63, 0) != chosen(2**63 - 1, 0)
+
+
+def test_log_probability_is_the_log_softmax():
+    logits = random_logits(300)
+    expected = torch.log_softmax(torch.tensor(logits, dtype=torch.float64), -1)
+    for token in (0, 17, 299):
+        found = log_probability(logits, token)
+        assert found == np.float32(found)
+        assert found == pytest.approx(expected[token].item(), rel=1e-7)
+
+
+def test_log_probability_of_huge_logits():
+    assert log_probability(np.array([3e38, -3e38, 3e38], np.float32), 2) == np.float32(-np.log(2))
+    assert log_probability(np.array([0, -np.inf], np.float32), 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_k", 0),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("n", 0),
+        ("stop", ("a", "")),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(UsageError, match=f"^{name} is .*: it must be"):
+        SamplingParams(**{name: value})
