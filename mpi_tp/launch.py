@@ -230,7 +230,7 @@ def _heed_signals() -> None:
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
     for further in _STOPPING:  # the clean-up that follows is not to be interrupted again
         signal.signal(further, signal.SIG_IGN)
-    raise StoppedError(f"stopped by {signal.Signals(number).name}; the same command with --resume goes on")
+    raise StoppedError(f"stopped by {signal.Signals(number).name}: run the same command again")
 
 
 def _outcome(error: BaseException, phase: str) -> tuple[int, str]:
@@ -238,6 +238,6 @@ def _outcome(error: BaseException, phase: str) -> tuple[int, str]:
     if isinstance(error, JobError):
         return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):
-        return StoppedError.exit_code, "interrupted; the same command with --resume goes on"
+        return StoppedError.exit_code, "interrupted: run the same command again"
     name = f"on {socket.gethostname()} in phase {phase!r}: {type(error).__name__}"
     return JobError.exit_code, f"{name}: {error}" if str(error) else name
