@@ -18,7 +18,7 @@ import numpy as np
 
 from mpi_tp.kernels.invariant_rows import exp_and_sum, largest
 from mpi_tp.kernels.jit import inlined, kernel
-from mpi_tp.kernels.simd import fma, product
+from mpi_tp.kernels.simd import fetch, fma, product
 
 Array = np.ndarray[Any, Any]
 
@@ -43,6 +43,8 @@ def _score(q_ED: Array, keys_PDS: Array, table_M: Array, start: int, end: int, s
         for key in range(scores_EL.shape[1]):
             scores_EL[row, key] = 0
     for key in range(start, end, size):
+        if key + size < end:
+            fetch(keys_PDS[table_M[key // size + 1]])
         product(1, q_ED, keys_PDS[table_M[key // size]], scores_EL[:, key - start : key - start + size])
 
 
@@ -52,7 +54,10 @@ def _average(
 ) -> None:
     """Add values first … end - 1 by weight to y; weights begin at `start`."""
     size = values_PSD.shape[1]
-    for block in range(first // size, (end + size - 1) // size):
+    blocks = (end + size - 1) // size
+    for block in range(first // size, blocks):
+        if block + 1 < blocks:
+            fetch(values_PSD[table_M[block + 1]])
         low, high = max(first, block * size), min(end, (block + 1) * size)
         values = values_PSD[table_M[block], low - block * size : high - block * size]
         product(1, weights_EL[:, low - start : high - start], values, y_ED)

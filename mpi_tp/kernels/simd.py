@@ -88,6 +88,20 @@ def product(_typing: Any, carry: Any, x: Any, w: Any, y: Any) -> Any:
     return types.void(carry, x, w, y), generate
 
 
+@intrinsic
+def fetch(_typing: Any, x: Any) -> Any:
+    """Start to bring a dense float32 array [M, N] into the processor's cache."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        view = _View.of(context, builder, x, args[0])
+        numbers = builder.mul(*view.shape)
+        with cgutils.for_range_slice(builder, numbers.type(0), numbers, numbers.type(LANES)) as (index, _count):
+            _emit_prefetch(builder, builder.gep(view.data, [index]))
+        return context.get_dummy_value()
+
+    return types.void(x), generate
+
+
 @dataclass(frozen=True)
 class _View:
     """An array argument inside generated code: address, shape, strides in bytes."""

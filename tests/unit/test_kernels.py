@@ -122,7 +122,10 @@ def test_activations(numerics, name):
         "none": wide,
     }[name]
     y = kernels_for(numerics).activation(x, name)
-    torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=1e-6)
+    error = torch.where(y == expected, 0, (y - expected).abs())
+    # torch's own gelu and tanh are vectorised approximations on some processors.
+    rounding = {"invariant": 1e-6, "fast": 1e-5}[numerics]
+    assert (error <= rounding * x.abs().clamp(min=1)).all()
     with pytest.raises(KeyError):
         kernels_for(numerics).activation(x, "swish2")
 
