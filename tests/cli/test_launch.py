@@ -61,7 +61,7 @@ FAULTS = {  # exit codes: one, or one for each MPI; what the line says; number o
         0,
     ),
     "configuration": ({78}, r"\[rank {rank}/3\] 4 ranks, 2 heads: use -np 2$", 0),
-    "signal": ({75}, r"\[rank {rank}/3\] stopped by SIGTERM; the same command with --resume goes on$", 0),
+    "signal": ({75}, r"\[rank {rank}/3\] stopped by SIGTERM: run the same command again$", 0),
 }
 
 
@@ -216,7 +216,7 @@ def test_the_launcher_passes_on_the_signal_before_the_walltime(mpirun: MpiRun, t
     process.send_signal(mpirun.stop_signal)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 75
-    stopped = f"stopped by {mpirun.stop_signal.name}; the same command with --resume goes on"
+    stopped = f"stopped by {mpirun.stop_signal.name}: run the same command again"
     assert last_words(err) == [f"mpi_tp: [rank 0/2] {stopped}"]
 
 
