@@ -92,7 +92,3 @@ class Kernels(Protocol):
         `kv_index` [H] int64 names the local key/value head of each local query head.
         """
         ...
-
-    def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return float32 log-probabilities [..., V] of logits [..., V]."""
-        ...

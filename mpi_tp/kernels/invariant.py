@@ -131,10 +131,3 @@ class InvariantKernels:
         limit = UNLIMITED if window is None else window
         attend(_array(q_THD), keys_PGDS.numpy(), values_PGSD.numpy(), *map(_array, where), scale, limit, y_THD.numpy())
         return y_THD
-
-    def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return float32 log-probabilities [..., V] of logits [..., V]."""
-        y = torch.empty(logits.shape)
-        rows = -1, logits.shape[-1]
-        invariant_rows.log_softmax(_array(logits.float().reshape(rows)), y.view(rows).numpy())
-        return y

@@ -137,13 +137,3 @@ def tanh(x: Array, y: Array) -> None:
     """Write the hyperbolic tangent of x to y."""
     for i in range(x.shape[0]):
         y[i] = math.tanh(np.float64(x[i]))
-
-
-@kernel("void(float32[:, ::1], float32[:, ::1])")
-def log_softmax(x_TV: Array, y_TV: Array) -> None:
-    """Write the logarithms of softmax(x) to y."""
-    for token in range(x_TV.shape[0]):
-        most = largest(x_TV[token])
-        shift = most + math.log(exp_and_sum(x_TV[token], most, y_TV[token]))
-        for v in range(x_TV.shape[1]):
-            y_TV[token, v] = np.float64(x_TV[token, v]) - shift

@@ -130,10 +130,6 @@ class TorchKernels:
             result[group.tokens] = y.transpose(1, 2)
         return result
 
-    def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return float32 log-probabilities [..., V] of logits [..., V]."""
-        return torch.log_softmax(logits.float(), dim=-1)
-
     def _groups(self, inputs: AttentionInputs, block_size: int) -> list[SequenceGroup]:
         # All layers of a step pass the same object: grouping it once leaves one wait for the device per step.
         if self._grouped is None or self._grouped[0] is not inputs:
