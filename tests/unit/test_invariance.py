@@ -1,4 +1,4 @@
-"""The headline: with `column_wise` and invariant numerics, a result's bits depend on its own prompt and weights only."""
+"""The headline: with `column_wise` and invariant numerics, the bits of a result depend on prompt and weights only."""
 
 import functools
 
