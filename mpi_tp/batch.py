@@ -10,9 +10,6 @@ from mpi_tp.line_feed import Line, LineFeed
 from mpi_tp.records import BadLine, InputLine, OrderedWriter, error_record, record
 from mpi_tp.records.lines import JsonObject
 
-KEEP_ALIVE_SECONDS = 1.0
-"""How often the other ranks hear from rank 0 while it waits for input."""
-
 
 @dataclass
 class BatchFigures:
@@ -26,6 +23,15 @@ class BatchFigures:
     seconds: float = 0.0
     first_token_seconds: float | None = None
 
+    def summary(self, start_seconds: float) -> str:
+        """Return the figures for people; `start_seconds` passed before the batch."""
+        first = self.first_token_seconds
+        return (
+            f"{self.num_lines} lines, {self.num_errors} errors, {self.completion_tokens} tokens, "
+            f"{self.completion_tokens / max(self.seconds, 1e-9):.1f} tokens/s; "
+            f"first token after {'-' if first is None else f'{start_seconds + first:.2f} s'}"
+        )
+
 
 class Batch:
     """Keeps the engine supplied with lines and the writer with records until the input ends."""
@@ -38,11 +44,14 @@ class Batch:
         self._in_flight: dict[int, InputLine] = {}
         self.figures = BatchFigures()
 
-    def run(self, read_ahead: int, on_step: Callable[[BatchFigures], None]) -> None:
-        """Serve all lines, with up to `read_ahead` sequences queued; `on_step` is called after each step."""
+    def run(self, read_ahead: int, keep_alive_seconds: float, on_step: Callable[[BatchFigures], None]) -> None:
+        """Serve all lines, with up to `read_ahead` sequences queued; `on_step` is called after each step.
+
+        While rank 0 waits for input, the other ranks hear from it every `keep_alive_seconds`.
+        """
         start = time.perf_counter()
         while True:
-            self._submit_lines(read_ahead)
+            self._submit_lines(read_ahead, keep_alive_seconds)
             if not self._engine.is_idle:
                 outcomes = self._engine.step()
             elif self._feed.is_exhausted:
@@ -57,12 +66,17 @@ class Batch:
                 self._write_outcome(outcome)
             on_step(self.figures)
 
-    def _submit_lines(self, read_ahead: int) -> None:
-        while self._engine.num_waiting < read_ahead:
-            line = self._feed.next_line(KEEP_ALIVE_SECONDS if self._engine.is_idle else 0)
+    def _submit_lines(self, read_ahead: int, patience: float) -> None:
+        """Submit a few lines, so that a row of bad ones cannot hold up the step; wait for the first only."""
+        wait_seconds = patience if self._engine.is_idle else 0.0
+        for _ in range(read_ahead):
+            if self._engine.num_waiting >= read_ahead:
+                return
+            line = self._feed.next_line(wait_seconds)
             if line is None:
                 return
             self._submit(line)
+            wait_seconds = 0.0
 
     def _submit(self, line: Line) -> None:
         sequence = self.figures.num_lines

@@ -16,9 +16,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mpi_tp.errors import ConfigurationError
+from mpi_tp.errors import ConfigurationError, FileError
+from mpi_tp.model_files import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, read_text
 
-TEMPLATE_FILE = "chat_template.jinja"
 DEFAULT_TEMPLATE = "default"
 
 Message = Mapping[str, Any]
@@ -41,15 +41,15 @@ class ChatTemplate:
                 "mend chat_template.jinja, or send prompts instead of messages"
             ) from error
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """Return the prompt text of `messages`; with `add_generation_prompt` it ends where the answer begins.
+    def render(self, messages: Sequence[Message]) -> str:
+        """Return the prompt text of `messages`, which ends where the answer begins.
 
         Raises ValueError when the template refuses the messages, or they lack what it asks for.
         """
         try:
             return self._template.render(
                 messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=True,
                 tools=None,
                 documents=None,
                 **self._special_tokens,
@@ -62,21 +62,33 @@ def find_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     """Return the default template of a tokenizer folder, or None.
 
     The file wins over `chat_template` in tokenizer_config.json, which is one text or a list of named ones.
-    Raises ConfigurationError when named templates have no default among them.
+    Raises FileError for a template that cannot be read or is none, ConfigurationError when named templates have no
+    default among them.
     """
-    file = directory / TEMPLATE_FILE
+    file = directory / CHAT_TEMPLATE_FILE
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     template = config.get("chat_template")
-    if not isinstance(template, list):
+    if template is None or isinstance(template, str):
         return template
-    by_name = {entry["name"]: entry["template"] for entry in template}
+    by_name = _named_templates(template, directory / TOKENIZER_CONFIG_FILE)
     if DEFAULT_TEMPLATE not in by_name:
         raise ConfigurationError(
-            f"{directory}/tokenizer_config.json names the chat templates {', '.join(sorted(by_name))} but not "
-            f"'{DEFAULT_TEMPLATE}': put the one to use into {TEMPLATE_FILE}"
+            f"{directory / TOKENIZER_CONFIG_FILE} names the chat templates {', '.join(sorted(by_name))} but not "
+            f"'{DEFAULT_TEMPLATE}': put the one to use into {CHAT_TEMPLATE_FILE}"
         )
     return by_name[DEFAULT_TEMPLATE]
+
+
+def _named_templates(entries: Any, path: Path) -> dict[str, str]:
+    by_name: dict[str, str] = {}
+    for entry in entries if isinstance(entries, list) else [entries]:
+        match entry:
+            case {"name": str(name), "template": str(template)}:
+                by_name[name] = template
+            case _:
+                raise FileError(f"{path} is damaged: chat_template is neither a text nor a list of named templates")
+    return by_name
 
 
 class _GenerationBlock(Extension):

@@ -82,12 +82,6 @@ class StopChecker:
         text, self._pending = self._pending[:cut], self._pending[cut:]
         return text
 
-    def finish(self) -> str:
-        """The text has ended without a stop string: return what was held back."""
-        text = "" if self.stopped else self._pending
-        self._pending = ""
-        return text
-
     def _num_held(self) -> int:
         """Length of the longest end of the pending text that begins a stop string."""
         longest = max((len(stop) - 1 for stop in self._stop), default=0)

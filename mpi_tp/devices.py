@@ -26,9 +26,9 @@ def choose_device(mpi_comm: "MPI.Intracomm", wanted: Literal["auto", "cuda", "cp
         return torch.device("cpu")
     visible = torch.cuda.device_count()
     by_rank: list[tuple[str, int]] = mpi_comm.allgather((socket.gethostname(), visible))
-    without = sorted({host for host, count in by_rank if not count})
-    if len(without) == len({host for host, _ in by_rank}) and wanted == "auto":
+    if wanted == "auto" and not any(count for _, count in by_rank):
         return torch.device("cpu")
+    without = sorted({host for host, count in by_rank if not count})
     if without:
         raise ConfigurationError(
             f"no GPU is visible on {', '.join(without)}: ask for GPUs on every host, or run with --device cpu"
@@ -57,6 +57,17 @@ def connect(
         return MpiCommunicator(mpi_comm.Dup())
     shared = _ranks_by_gpu(mpi_comm, device)
     return NcclCommunicator.create(mpi_comm.Dup(), device, share_gpu and bool(shared))
+
+
+def ranks_sharing(mpi_comm: "MPI.Intracomm", device: torch.device) -> int:
+    """Return how many ranks share this rank's memory: those of its host on a CPU, those of its GPU; collective."""
+    if device.type == "cpu":
+        host = split_by_host(mpi_comm)
+        size: int = host.size
+        host.Free()
+        return size
+    sharers = _ranks_by_gpu(mpi_comm, device).values()
+    return next((len(ranks) for ranks in sharers if mpi_comm.rank in ranks), 1)
 
 
 def _ranks_by_gpu(mpi_comm: "MPI.Intracomm", device: torch.device) -> dict[str, list[int]]:

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
@@ -15,13 +14,14 @@ from mpi_tp.infer_options import STDIN, InferOptions
 from mpi_tp.launch import Job
 from mpi_tp.line_feed import Line, LineFeed
 from mpi_tp.mlp_batch import serve_rows
-from mpi_tp.models.causal_lm import CausalLM
 from mpi_tp.models.families import parse_config
 from mpi_tp.records import OrderedWriter, prompt_lines, read_lines, write_meta
-from mpi_tp.run_report import RunReport, gather_report
-from mpi_tp.session import MachineOptions, open_engine, open_runner, open_session, open_shards
+from mpi_tp.run_report import RunReport, gather_report, seconds_since_start
+from mpi_tp.session import open_engine, open_runner, open_session, open_shards
 from mpi_tp.shards.reader import ShardSet
 
+KEEP_ALIVE_SECONDS = 1.0
+"""How often the other ranks hear from rank 0 while it waits for input, at least."""
 BUILT_IN_PROMPTS = (
     "The capital of France is",
     "A recipe for pancakes: first,",
@@ -33,54 +33,40 @@ BUILT_IN_PROMPTS = (
 def infer(job: Job, options: InferOptions) -> int:
     """Serve the whole input and return the exit code; collective."""
     shards = open_shards(job, options.shards)
-    config = parse_config(shards.config)
-    if not isinstance(config, ModelConfig):
-        serve_rows(job, shards, config, options, machine_options(options))
-        return 0
-    report = _serve_text(job, shards, config, options)
+    serve = _serve_text if isinstance(parse_config(shards.config), ModelConfig) else serve_rows
+    report = serve(job, shards, options)
     if report:
         print(report.summary(), file=sys.stderr)
-        if options.output:
+        if options.output and options.output.is_file():  # not beside a device or a pipe
             write_meta(options.output, report.facts(options))
     return 0
 
 
-def machine_options(options: InferOptions) -> MachineOptions:
-    """Return the part of the options that says where and how the model runs."""
-    return MachineOptions(
-        device=options.device,
-        comm=options.comm,
-        share_gpu=options.share_gpu,
-        numerics=options.numerics,
-        max_batch_size=options.max_batch_size,
-        kv_memory=options.kv_memory,
-    )
-
-
-def _serve_text(job: Job, shards: ShardSet, config: ModelConfig, options: InferOptions) -> RunReport | None:
-    started = time.perf_counter()
+def _serve_text(job: Job, shards: ShardSet, options: InferOptions) -> RunReport | None:
+    """Serve prompts; return rank 0's report."""
+    figures = None
     with contextlib.ExitStack() as files:
         with job.phase("opening files"):
-            if job.rank == 0:
-                feed = LineFeed(_read_input(options))
-                writer = files.enter_context(OrderedWriter.open(options.output))
-        session = open_session(job, shards, machine_options(options))
-        assert isinstance(session.model, CausalLM)
-        runner, num_blocks = open_runner(session, config, session.model)
-        with job.phase("loading the tokenizer"):
-            engine = open_engine(session, config, runner, num_blocks) if job.rank == 0 else None
-        start_seconds = time.perf_counter() - started
+            ends = _open_ends(options, files) if job.rank == 0 else None
+        session = open_session(job, shards, options.machine)
+        runner = open_runner(session)
+        engine = open_engine(session, runner)
+        start_seconds = seconds_since_start()
         with job.phase("generating"):
-            if engine:
-                batch = Batch(engine, feed, writer)
-                _run(batch, options.max_batch_size, job.progress)
+            if engine and ends:
+                figures = _lead(Batch(engine, *ends), options, job.progress)
                 engine.close()
             else:
                 follow(session.comm, runner, job.progress)
-        return gather_report(session, start_seconds, batch.figures if engine else None)
+        return gather_report(session, start_seconds, figures)
 
 
-def _run(batch: Batch, read_ahead: int, on_step: Callable[[], None]) -> None:
+def _open_ends(options: InferOptions, files: contextlib.ExitStack) -> tuple[LineFeed, OrderedWriter]:
+    """Open input and output before the long work, which an unwritable file would make vain."""
+    return LineFeed(_read_input(options)), files.enter_context(OrderedWriter.open(options.output))
+
+
+def _lead(batch: Batch, options: InferOptions, on_step: Callable[[], None]) -> BatchFigures:
     """Run the batch under a progress bar, which shows on a terminal only."""
     with tqdm(unit=" lines", disable=None, desc="generating") as bar:
 
@@ -88,7 +74,8 @@ def _run(batch: Batch, read_ahead: int, on_step: Callable[[], None]) -> None:
             on_step()
             bar.update(figures.num_records - bar.n)
 
-        batch.run(read_ahead, update)
+        batch.run(options.machine.max_batch_size, min(KEEP_ALIVE_SECONDS, options.stall_timeout / 4), update)
+    return batch.figures
 
 
 def _read_input(options: InferOptions) -> Iterator[Line]:

@@ -2,12 +2,13 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from mpi_tp.engine.request import SAMPLING_FIELDS, SamplingParams
 from mpi_tp.errors import UsageError
+from mpi_tp.machine_options import CommChoice, DeviceChoice, MachineOptions, Numerics
 from mpi_tp.options import parse, positive_float, positive_int, size
 
 STDIN: Literal["-"] = "-"
@@ -26,7 +27,7 @@ class InferOptions:
     """What one run of batch inference is asked to do.
 
     `input` None stands for the built-in prompts, STDIN for standard input; `output` None is standard output.
-    `kv_memory` in bytes, None: what is left beside the weights. `stall_timeout` in seconds.
+    `stall_timeout` is in seconds.
     """
 
     shards: Path
@@ -36,12 +37,7 @@ class InferOptions:
     chat: bool
     system: str | None
     limit: int | None
-    comm: Literal["auto", "nccl", "mpi"]
-    share_gpu: bool
-    device: Literal["auto", "cuda", "cpu"]
-    numerics: Literal["auto", "invariant", "fast"]
-    max_batch_size: int
-    kv_memory: int | None
+    machine: MachineOptions
     stall_timeout: float
 
 
@@ -56,10 +52,11 @@ def parse_options(argv: Sequence[str]) -> InferOptions:
     del values["config"]
     values["stop"] = tuple(args.stop or ())
     sampling = SamplingParams(**{name: values.pop(name) for name in SAMPLING_FIELDS})
+    machine = MachineOptions(**{field.name: values.pop(field.name) for field in fields(MachineOptions)})
     values["shards"] = Path(args.shards)
     values["input"] = args.input if args.input in (None, STDIN) else Path(args.input)
     values["output"] = None if args.output in (None, "-") else Path(args.output)
-    return _consistent(InferOptions(sampling=sampling, **values))
+    return _consistent(InferOptions(sampling=sampling, machine=machine, **values))
 
 
 def _consistent(options: InferOptions) -> InferOptions:
@@ -149,17 +146,17 @@ def _add_sampling(flags: _Flags) -> None:
 def _add_machine(flags: _Flags) -> None:
     flags.add_argument(
         "--comm",
-        choices=("auto", "nccl", "mpi"),
+        choices=get_args(CommChoice),
         default="auto",
         help="what carries tensors between ranks: NCCL, or MPI through host memory (%(default)s)",
     )
     flags.add_argument("--share-gpu", action="store_true", help="let several ranks use one GPU (with --comm mpi)")
     flags.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="where the model runs (%(default)s)"
+        "--device", choices=get_args(DeviceChoice), default="auto", help="where the model runs (%(default)s)"
     )
     flags.add_argument(
         "--numerics",
-        choices=("auto", "invariant", "fast"),
+        choices=get_args(Numerics),
         default="auto",
         help="invariant: a prompt's result has the same bits in any batch and on any number of ranks; fast: the same "
         "within rounding; auto: invariant on CPU, fast on GPU",

@@ -69,6 +69,7 @@ class Job:
         self._watchdog.enter(name)
         yield
         self.leave_together()
+        self._watchdog.leave()
 
     def progress(self) -> None:
         """Tell the watchdog that the phase goes on: a piece is read, a step done. Idle loops call it too."""

@@ -1,11 +1,13 @@
-"""Inference from a script that the user starts under mpirun: every rank runs the same lines.
+"""Inference from a script that the user starts under mpirun.
 
-from mpi_tp import LLM, SamplingParams
+Every rank runs the same lines:
 
-llm = LLM("shards")
-outcomes = llm.generate(["The capital of France is"], SamplingParams(max_new_tokens=8))
-if llm.rank == 0:
-print(outcomes[0].completions[0].text)
+    from mpi_tp import LLM, SamplingParams
+
+    llm = LLM("shards")
+    outcomes = llm.generate(["The capital of France is"], SamplingParams(max_new_tokens=8))
+    if llm.rank == 0:
+        print(outcomes[0].completions[0].text)
 """
 
 import dataclasses
@@ -18,17 +20,18 @@ from mpi_tp.config import ModelConfig
 from mpi_tp.engine.engine import Engine, Outcome, follow
 from mpi_tp.engine.prompt import Prompt
 from mpi_tp.engine.request import RequestError, SamplingParams
-from mpi_tp.errors import ConfigurationError
-from mpi_tp.models.causal_lm import CausalLM
+from mpi_tp.errors import ConfigurationError, UsageError
+from mpi_tp.machine_options import MachineOptions
 from mpi_tp.models.families import parse_config
-from mpi_tp.session import MachineOptions, open_engine, open_runner, open_session, open_shards
+from mpi_tp.session import open_engine, open_runner, open_session, open_shards
 
 
 class LLM:
     """A language model over the ranks of `mpirun`; making one and each `generate` is collective.
 
-    The keyword arguments are `mpi_tp.session.MachineOptions`'. An uncaught exception on one rank ends all of them.
-    Raises FileError and ConfigurationError as `mpi_tp.infer` does.
+    The keyword arguments are `mpi_tp.machine_options.MachineOptions`'. An uncaught exception on one rank ends all of
+    them, and so do `stall_timeout` seconds without a step while a prompt runs.
+    Raises UsageError, FileError and ConfigurationError as `mpi_tp.infer` does.
     """
 
     def __init__(self, shards: str | Path, *, stall_timeout: float = 300.0, **machine: Any) -> None:
@@ -38,10 +41,9 @@ class LLM:
         if not isinstance(config, ModelConfig):
             raise ConfigurationError(f"{shards} holds a model of type {config.model_type}: LLM needs a language model")
         session = open_session(self._job, opened, MachineOptions(**machine))
-        assert isinstance(session.model, CausalLM)
         self._comm = session.comm
-        self._runner, num_blocks = open_runner(session, config, session.model)
-        self._engine = open_engine(session, config, self._runner, num_blocks) if self.rank == 0 else None
+        self._runner = open_runner(session)
+        self._engine = open_engine(session, self._runner)
 
     @property
     def rank(self) -> int:
@@ -53,11 +55,13 @@ class LLM:
     ) -> list[Outcome]:
         """Return each prompt's outcome, in order, on every rank; one that cannot be served has its `error` set.
 
-        `params` are for all prompts or one each; prompt i's seed is that of the common ones plus i.
+        `params` are for all prompts or one each; prompt i's seed is that of the common ones plus i. Raises UsageError
+        if there are more or fewer of them than prompts.
         """
+        own_params = _per_prompt(params, len(prompts))
         with self._job.phase("generating"):
             if self._engine:
-                outcomes = self._lead(self._engine, prompts, _per_prompt(params, len(prompts)))
+                outcomes = self._lead(self._engine, prompts, own_params)
                 self._engine.close()
             else:
                 outcomes = []
@@ -82,4 +86,8 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
     if params is None or isinstance(params, SamplingParams):
         common = params or SamplingParams()
         return [dataclasses.replace(common, seed=common.seed + index) for index in range(count)]
+    if len(params) != count:
+        raise UsageError(
+            f"{count} prompts came with {len(params)} sampling parameters: give one for each, or one for all"
+        )
     return params

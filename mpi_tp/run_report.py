@@ -3,20 +3,29 @@
 import os
 import platform
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from mpi_tp import __version__
-from mpi_tp.batch import BatchFigures
 from mpi_tp.infer_options import InferOptions
 from mpi_tp.memory import peak_bytes
 from mpi_tp.session import Session
 
 PACKAGES = ("torch", "mpi4py", "numpy", "h5py", "numba", "tokenizers")
+
+
+class Figures(Protocol):
+    """What a job did: attributes of plain values."""
+
+    def summary(self, start_seconds: float) -> str:
+        """Return the figures for people; `start_seconds` is how long the job took to begin."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -32,23 +41,20 @@ class RankReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """All ranks' figures and what the batch did; `start_seconds` is from the program's start to the first line."""
+    """All ranks' figures and what the job did; `start_seconds` is from the program's start to the first input."""
 
     set_id: str
     start_seconds: float
     ranks: list[RankReport]
-    figures: BatchFigures
+    figures: Figures
 
     def summary(self) -> str:
         """Return the figures as one line."""
-        figures, load_seconds = self.figures, max(rank.load_seconds for rank in self.ranks)
+        load_seconds = max(rank.load_seconds for rank in self.ranks)
         loaded = sum(rank.loaded_bytes for rank in self.ranks)
-        first = figures.first_token_seconds
         peak = max(rank.peak_bytes for rank in self.ranks)
         return (
-            f"mpi_tp: {figures.num_lines} lines, {figures.num_errors} errors, {figures.completion_tokens} tokens, "
-            f"{figures.completion_tokens / max(figures.seconds, 1e-9):.1f} tokens/s; "
-            f"first token after {'-' if first is None else f'{self.start_seconds + first:.2f} s'}; "
+            f"mpi_tp: {self.figures.summary(self.start_seconds)}; "
             f"load {load_seconds:.2f} s, {loaded / load_seconds / 1e6:.0f} MB/s; "
             f"peak memory {peak / 2**20:.0f} MiB a rank"
         )
@@ -66,12 +72,18 @@ class RunReport:
             "job_id": os.environ.get("SLURM_JOB_ID"),
             "ranks": [asdict(rank) for rank in self.ranks],
             "start_seconds": self.start_seconds,
-            "figures": asdict(self.figures),
+            "figures": vars(self.figures),
         }
 
 
-def gather_report(session: Session, start_seconds: float, figures: BatchFigures | None) -> RunReport | None:
-    """Return the report on rank 0, which alone has batch figures; None on the others; collective."""
+def seconds_since_start() -> float:
+    """Return the seconds since this process began, imports and the start of MPI with them."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def gather_report(session: Session, start_seconds: float, figures: Figures | None) -> RunReport | None:
+    """Return the report on rank 0, which alone has `figures`; None on the others; collective."""
     mine = RankReport(
         host=socket.gethostname(),
         device=_device_name(session.device),

@@ -2,52 +2,40 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from mpi_tp.comm.base import Communicator
-from mpi_tp.comm.mpi import split_by_host
-from mpi_tp.config import ModelConfig
-from mpi_tp.devices import choose_device, connect
+from mpi_tp.config import MLPConfig, ModelConfig
+from mpi_tp.devices import choose_device, connect, ranks_sharing
 from mpi_tp.engine.engine import Engine
 from mpi_tp.engine.kv_cache import BLOCK_SIZE, BlockPool, allocate_cache, blocks_for, bytes_per_token
 from mpi_tp.engine.runner import Runner
 from mpi_tp.engine.scheduler import Scheduler
+from mpi_tp.errors import ConfigurationError
 from mpi_tp.kernels import select
-from mpi_tp.kernels.base import Kernels
 from mpi_tp.launch import Job
 from mpi_tp.loading import LoadFigures, load_model, weights_dtype
-from mpi_tp.memory import cache_budget, check_budget
+from mpi_tp.machine_options import MachineOptions
+from mpi_tp.memory import cache_budget
 from mpi_tp.models.causal_lm import CausalLM
+from mpi_tp.models.families import parse_config
 from mpi_tp.models.mlp_stack import MLPStack
 from mpi_tp.shards.reader import ShardSet
 from mpi_tp.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class MachineOptions:
-    """Where and how a model runs; `kv_memory` is in bytes a rank, None for what is free."""
-
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    comm: Literal["auto", "nccl", "mpi"] = "auto"
-    share_gpu: bool = False
-    numerics: Literal["auto", "invariant", "fast"] = "auto"
-    max_batch_size: int = 64
-    kv_memory: int | None = None
-
-
-@dataclass(frozen=True)
 class Session:
-    """What one rank has once its part of the model is loaded."""
+    """What one rank has once its part of the model is loaded; `dtype` is that of activations and cache."""
 
     job: Job
     shards: ShardSet
+    config: ModelConfig | MLPConfig
     options: MachineOptions
     device: torch.device
     dtype: torch.dtype
     comm: Communicator
-    kernels: Kernels
     model: CausalLM | MLPStack
     load_figures: LoadFigures
 
@@ -65,48 +53,56 @@ def open_session(job: Job, shards: ShardSet, options: MachineOptions) -> Session
 
     Raises FileError and ConfigurationError, on all ranks alike, as each of these steps does.
     """
+    weights = weights_dtype(shards)
     with job.phase("choosing devices"):
-        rank_file = shards.open_rank(job.rank)
-        dtype = weights_dtype(shards)
         device = choose_device(job.world, options.device, options.share_gpu)
-        kernels = select(device, options.numerics, dtype)
+        kernels = select(device, options.numerics, weights)
     with job.phase("connecting"):
         comm = connect(job.world, options.comm, device, options.share_gpu)
-    with job.phase("loading"), rank_file:
+    with job.phase("loading"), shards.open_rank(job.rank) as rank_file:
         model, figures = load_model(shards, rank_file, comm, kernels, device, job.progress)
-    return Session(job, shards, options, device, dtype, comm, kernels, model, figures)
+    dtype = kernels.activation_dtype or weights
+    return Session(job, shards, parse_config(shards.config), options, device, dtype, comm, model, figures)
 
 
-def open_runner(session: Session, config: ModelConfig, model: CausalLM) -> tuple[Runner, int]:
-    """Allocate the key/value cache; return the runner and the number of blocks, equal on all ranks; collective."""
-    job, options = session.job, session.options
-    dtype = session.kernels.activation_dtype or session.dtype
-    block_bytes = BLOCK_SIZE * bytes_per_token(config, job.rank, job.size, dtype)
-    budget = options.kv_memory or cache_budget(session.device, _ranks_sharing(session))
-    wanted = options.max_batch_size * blocks_for(config.max_position_embeddings)
+def open_runner(session: Session) -> Runner:
+    """Allocate the key/value cache of a language model; collective.
+
+    Raises ConfigurationError, on all ranks alike, if a rank has no room for it.
+    """
+    job, config, model = session.job, session.config, session.model
+    assert isinstance(config, ModelConfig), f"no language model: {config.model_type}"
+    assert isinstance(model, CausalLM), f"no language model: {model}"
+    block_bytes = BLOCK_SIZE * bytes_per_token(config, job.rank, job.size, session.dtype)
+    wanted = session.options.max_batch_size * blocks_for(config.max_position_embeddings)
     with job.phase("allocating the key/value cache"):
-        num_blocks = min(session.comm.all_gather_object(min(wanted, budget // block_bytes)))
-        check_budget(num_blocks, block_bytes, budget)
-        caches = allocate_cache(config, num_blocks, job.rank, job.size, dtype, session.device)
-    return Runner(model, caches, session.device), num_blocks
+        budget = session.options.kv_memory or cache_budget(session.device, ranks_sharing(job.world, session.device))
+        num_blocks, rank = min((num, rank) for rank, num in enumerate(job.world.allgather(budget // block_bytes)))
+        if num_blocks < 1:
+            raise ConfigurationError(
+                f"the key/value cache needs {block_bytes} bytes on a rank for {BLOCK_SIZE} tokens, and rank {rank} has "
+                "less: raise --kv-memory, or use more ranks"
+            )
+        num_blocks = min(num_blocks, wanted)
+        caches = allocate_cache(config, num_blocks, job.rank, job.size, session.dtype, session.device)
+    return Runner(model, caches, session.device)
 
 
-def open_engine(session: Session, config: ModelConfig, runner: Runner, num_blocks: int) -> Engine:
-    """Return rank 0's engine and load the set's tokenizer into it."""
-    folder = session.shards.open_tokenizer()
-    tokenizer = Tokenizer.load(folder) if folder else None
+def open_engine(session: Session, runner: Runner) -> Engine | None:
+    """Load the set's tokenizer and return rank 0's engine, None on the others; collective."""
+    job, config = session.job, session.config
+    assert isinstance(config, ModelConfig), f"no language model: {config.model_type}"
+    with job.phase("loading the tokenizer"):
+        folder = session.shards.open_tokenizer() if job.rank == 0 else None
+        tokenizer = Tokenizer.load(folder) if folder else None
+    if job.rank > 0:
+        return None
     return Engine(
         session.comm,
         runner,
-        Scheduler(BlockPool(num_blocks), session.options.max_batch_size),
+        Scheduler(BlockPool(runner.num_blocks), session.options.max_batch_size),
         tokenizer,
         context_length=config.max_position_embeddings,
         eos_token_ids=frozenset(config.eos_token_ids) | (tokenizer.eos_token_ids if tokenizer else frozenset()),
         vocab_size=config.vocab_size,
     )
-
-
-def _ranks_sharing(session: Session) -> int:
-    """How many ranks share this rank's memory: those of the host on CPU, those of one GPU with --share-gpu."""
-    on_host = split_by_host(session.job.world).size
-    return -(-on_host // torch.cuda.device_count()) if session.device.type == "cuda" else on_host

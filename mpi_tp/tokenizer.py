@@ -1,8 +1,7 @@
 """Text to token ids and back, from the tokenizer files of a shard set or of a Hugging Face folder."""
 
-import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,7 @@ import tokenizers
 from mpi_tp.chat import ChatTemplate, Message, find_template
 from mpi_tp.detokenizer import Detokenizer
 from mpi_tp.errors import ConfigurationError, FileError
-
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-GENERATION_CONFIG_FILE = "generation_config.json"
-MODEL_CONFIG_FILE = "config.json"
+from mpi_tp.model_files import GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, read_json
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
@@ -39,26 +34,24 @@ class Tokenizer:
         # Some models forget to mark the token that ends their answers as a special one.
         self._hidden_ids = eos_token_ids | {id for id, token in added_tokens.items() if token.special}
         self.eos_token_ids = eos_token_ids
-        self.vocab_size = max(vocabulary.values()) + 1
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
         """Read tokenizer.json and, where they exist, the files beside it.
 
-        Raises FileError when tokenizer.json is missing or a file cannot be read, ConfigurationError for a chat
-        template that cannot be used.
+        Raises FileError when tokenizer.json is missing or a file is damaged or cannot be read, ConfigurationError for
+        a chat template that cannot be used.
         """
-        config = _read_json(directory / TOKENIZER_CONFIG_FILE)
+        config_file = directory / TOKENIZER_CONFIG_FILE
+        config = read_json(config_file) if config_file.is_file() else {}
         backend = _load_backend(directory / TOKENIZER_FILE)
-        special_tokens = {
-            name: token if isinstance(token, str) else token["content"]
-            for name, token in config.items()
-            if name.endswith("_token") and isinstance(token, (str, dict))
-        }
+        special_tokens = _special_tokens(config, config_file)
+        own_eos_id = backend.token_to_id(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
+        eos_token_ids = read_eos_token_ids(directory / GENERATION_CONFIG_FILE)
         return cls(
             backend,
             special_tokens,
-            _find_eos_token_ids(directory, backend, special_tokens.get("eos_token")),
+            eos_token_ids if own_eos_id is None else eos_token_ids | {own_eos_id},
             find_template(directory, config),
         )
 
@@ -66,8 +59,10 @@ class Tokenizer:
         """Return the ids of a prompt, with the BOS in front if the model's tokenizer puts one there."""
         return self._backend.encode(text).ids
 
-    def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
-        """Return the ids of a conversation, by the model's chat template; a BOS comes from the template alone.
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a conversation up to where the answer begins, by the model's chat template.
+
+        A BOS comes from the template alone.
 
         Raises ConfigurationError when the model has no chat template, ValueError when it refuses the messages.
         """
@@ -76,7 +71,7 @@ class Tokenizer:
                 "this model has no chat template: send a prompt instead of messages, or put chat_template.jinja "
                 "beside its tokenizer.json"
             )
-        text = self._chat_template.render(messages, add_generation_prompt)
+        text = self._chat_template.render(messages)
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -89,14 +84,28 @@ class Tokenizer:
         return Detokenizer(self.decode, self._hidden_ids, self._byte_ids)
 
 
-def check_token_ids(token_ids: Iterable[int], vocab_size: int) -> None:
-    """Raise ValueError, naming the first culprit, unless all ids are in [0, vocab_size)."""
-    for position, token_id in enumerate(token_ids):
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(
-                f"token id {token_id} at position {position} is outside the vocabulary: "
-                f"ids go from 0 to {vocab_size - 1}"
-            )
+def read_eos_token_ids(path: Path) -> frozenset[int]:
+    """Return all ids that end a sequence by the generation_config.json at `path`, none if there is no such file.
+
+    Raises FileError if it cannot be read or its `eos_token_id` is neither an id nor a list of ids.
+    """
+    entry = read_json(path).get("eos_token_id") if path.is_file() else None
+    ids = entry if isinstance(entry, list) else [] if entry is None else [entry]
+    if not all(type(id) is int and id >= 0 for id in ids):
+        raise FileError(f"{path} is damaged: eos_token_id is {entry!r}: it must be a token id or a list of them")
+    return frozenset(ids)
+
+
+def _special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Return the special tokens of a tokenizer_config.json by name: each is a text, or an object with its content."""
+    tokens: dict[str, str] = {}
+    for name, token in config.items():
+        if name.endswith("_token") and isinstance(token, str | dict):
+            text = token if isinstance(token, str) else token.get("content")
+            if not isinstance(text, str):
+                raise FileError(f"{path} is damaged: the content of {name} is {text!r}: it must be text")
+            tokens[name] = text
+    return tokens
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
@@ -113,24 +122,3 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     return backend
-
-
-def _find_eos_token_ids(directory: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> frozenset[int]:
-    """All ids that end a sequence: by generation_config.json, config.json and the tokenizer's own EOS."""
-    configs = [_read_json(directory / name) for name in (GENERATION_CONFIG_FILE, MODEL_CONFIG_FILE)]
-    own_id = backend.token_to_id(eos_token) if eos_token is not None else None
-    ids: set[int] = set()
-    for entry in [*(config.get("eos_token_id") for config in configs), own_id]:
-        if entry is not None:
-            ids.update(entry if isinstance(entry, list) else [entry])
-    return frozenset(ids)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file, an empty one if there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FileError(f"{path} is no valid JSON: {error}") from error

@@ -22,8 +22,8 @@ _VICTIM_SECONDS = 2.0  # what a rank that waits for others leaves them to speak 
 class Watchdog:
     """Watches the main thread's phase and steps.
 
-    `end(message, delay)` is called from the thread when there has been no progress for `stall_timeout` seconds; it ends
-    the job, after `delay` seconds, and does not return.
+    `end(message, delay)` is called from the thread when a phase has made no progress for `stall_timeout` seconds; it
+    ends the job, after `delay` seconds, and does not return.
     """
 
     def __init__(self, stall_timeout: float, end: Callable[[str, float], NoReturn]) -> None:
@@ -33,6 +33,7 @@ class Watchdog:
         self._end = end
         self._phases = 0
         self._waiting = False
+        self._in_phase = False
         self._main_thread = threading.get_ident()
 
     def enter(self, phase: str) -> None:
@@ -40,6 +41,11 @@ class Watchdog:
         self.phase = phase
         self.step = 0
         self._phases += 1
+        self._in_phase = True
+
+    def leave(self) -> None:
+        """End the phase: until the next one begins, a script may do what it likes for as long as it likes."""
+        self._in_phase = False
 
     def progress(self) -> None:
         """Count a step: some bytes, a layer, a token."""
@@ -67,7 +73,7 @@ class Watchdog:
                 with suppress(OSError):  # most likely nobody reads it
                     sys.stderr.write("mpi_tp: the launcher is gone\n")
                 os._exit(StoppedError.exit_code)
-            if self._waiting or self._state() != seen:
+            if self._waiting or not self._in_phase or self._state() != seen:
                 seen, since = self._state(), time.monotonic()
             elif time.monotonic() - since > self._stall_timeout:
                 self._end_stalled()

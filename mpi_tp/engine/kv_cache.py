@@ -3,7 +3,7 @@
 import torch
 
 from mpi_tp.config import ModelConfig
-from mpi_tp.layers.attention import Cache
+from mpi_tp.kernels.base import Cache
 from mpi_tp.partition.ranges import KeyValueHeads
 
 BLOCK_SIZE = 16

@@ -33,16 +33,26 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Refuse values that no sampler could follow."""
         rules = (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("max_new_tokens", _is_count(self.max_new_tokens), "a whole number of at least 1"),
             ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
+            ("top_k", self.top_k is None or _is_count(self.top_k), "a whole number of at least 1"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("n", self.n >= 1, "at least 1"),
-            ("stop", all(self.stop), "texts that are not empty"),
+            ("n", _is_count(self.n), "a whole number of at least 1"),
+            ("seed", isinstance(self.seed, int), "a whole number"),
+            ("stop", _are_texts(self.stop), "a tuple of texts that are not empty"),
         )
         for name, holds, wanted in rules:
             if not holds:
                 raise UsageError(f"{name} is {getattr(self, name)!r}: it must be {wanted}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 1
+
+
+def _are_texts(value: object) -> bool:
+    """A single text is refused: as a sequence of texts it would be its letters."""
+    return isinstance(value, tuple | list) and all(isinstance(text, str) and text for text in value)
 
 
 SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))

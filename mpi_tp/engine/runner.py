@@ -5,8 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpi_tp.engine.step import StepPlan
-from mpi_tp.kernels.base import AttentionInputs
-from mpi_tp.layers.attention import Cache
+from mpi_tp.kernels.base import AttentionInputs, Cache
 from mpi_tp.models.causal_lm import CausalLM
 
 
@@ -17,6 +16,7 @@ class Runner:
         self._model = model
         self._caches = caches
         self._device = device
+        self.num_blocks = len(caches[0][0])
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> torch.Tensor:

@@ -18,7 +18,7 @@ class StopWatcher:
         return self._checker.stopped
 
     def stops_at_end(self) -> bool:
-        """Take the end of the text, where half a character or single bytes may be held back; say whether that stops it."""
+        """Take the end of the text, which may free single bytes; say whether it now holds a stop string."""
         self._pieces.append(self._checker.add(self._detokenizer.finish()))
         return self._checker.stopped
 

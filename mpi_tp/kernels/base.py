@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+Cache = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of one layer, each [P, S, G, D]."""
+
 
 @dataclass(frozen=True)
 class AttentionInputs:
@@ -18,8 +21,7 @@ class AttentionInputs:
 
     `positions` [T] int64; `sequence_ids` [T] int64, the row of `block_tables` [B, max blocks] int32 (padded with 0)
     that lists the cache blocks of the token's sequence in order; `slots` [T] int64, block * S + offset, where the
-    token's key and value go. `scale` and `window` (None: unlimited; w: a token sees itself and the w - 1 before it)
-    are the layer's own and passed beside.
+    token's key and value go.
     """
 
     positions: torch.Tensor
@@ -47,7 +49,7 @@ class Kernels(Protocol):
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return x [..., K] over its root mean square, times `weight` [K]; the statistics are in float32."""
+        """Return x [..., K] over its root mean square, times `weight` [K]; the statistics are in float32 or finer."""
         ...
 
     def rotary(self, x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
@@ -69,7 +71,7 @@ class Kernels(Protocol):
         self,
         k_TGD: torch.Tensor,
         v_TGD: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: Cache,
         slots_T: torch.Tensor,
     ) -> None:
         """Store keys and values of the step's tokens in the caches [P, S, G, D] at their slots.
@@ -81,7 +83,7 @@ class Kernels(Protocol):
     def attention(
         self,
         q_THD: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: Cache,
         kv_index_H: torch.Tensor,
         inputs: AttentionInputs,
         scale: float,
@@ -89,6 +91,7 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """Return causal attention [T, H, D] of each token over its own sequence, up to and with itself.
 
-        `kv_index` [H] int64 names the local key/value head of each local query head.
+        `kv_index` [H] int64 names the local key/value head of each local query head. With a `window` w a token sees
+        itself and the w - 1 before it; None is unlimited.
         """
         ...

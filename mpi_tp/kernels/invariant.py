@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from mpi_tp.kernels import invariant_attention, invariant_linear, invariant_rows
-from mpi_tp.kernels.base import AttentionInputs
+from mpi_tp.kernels.base import AttentionInputs, Cache
 from mpi_tp.kernels.simd import LANES
 
 UNLIMITED = 2**62
@@ -33,7 +33,7 @@ class PackedWeight:
         return self.tiles[ids // LANES, :, ids % LANES].float()
 
 
-def _by_head(cache: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_head(cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the memory of keys and values, declared as [P, S, G, D], as [P, G, D, S] and [P, G, S, D]."""
     keys, values = cache
     blocks, size, heads, width = keys.shape
@@ -102,9 +102,7 @@ class InvariantKernels:
         loops[name](_array(x.reshape(-1)), y.view(-1).numpy())
         return y
 
-    def write_kv(
-        self, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slots_T: torch.Tensor
-    ) -> None:
+    def write_kv(self, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cache: Cache, slots_T: torch.Tensor) -> None:
         """Store keys and values [T, G, D] in the caches [P, S, G, D] at their slots.
 
         Inside a block, keys are kept in the order [G, D, S], values as [G, S, D].
@@ -115,7 +113,7 @@ class InvariantKernels:
     def attention(
         self,
         q_THD: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: Cache,
         kv_index_H: torch.Tensor,
         inputs: AttentionInputs,
         scale: float,

@@ -26,15 +26,14 @@ def _cache_folder() -> Path:
     return root / "mpi-tp" / f"kernels-{hashlib.sha256(b''.join(facts)).hexdigest()[:16]}"
 
 
-# Vector math libraries compute the last elements of a row by other code than the rest. numba reads both at import.
-os.environ.setdefault("NUMBA_DISABLE_INTEL_SVML", "1")
-os.environ.setdefault("NUMBA_CACHE_DIR", str(_cache_folder()))
+# Vector math libraries compute the last elements of a row by other code than the rest. numba reads this at import.
+os.environ["NUMBA_DISABLE_INTEL_SVML"] = "1"
 
 import numba  # noqa: E402
 import numba.core.config  # noqa: E402
 import numba.extending  # noqa: E402
 
-numba.core.config.reload_config()
+numba.core.config.CACHE_DIR = str(_cache_folder())  # type: ignore[attr-defined]  # made at run time
 
 intrinsic: Callable[[Callable[..., Any]], Any] = numba.extending.intrinsic(prefer_literal=True)
 """Decorator of a function that writes LLVM code; integers written out in a call reach it as literals."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from mpi_tp.kernels.base import AttentionInputs
+from mpi_tp.kernels.base import AttentionInputs, Cache
 
 ACTIVATIONS = {
     "relu": torch.relu,
@@ -62,7 +62,6 @@ class TorchKernels:
     activation_dtype: torch.dtype | None = None
 
     def __init__(self) -> None:
-        torch.set_float32_matmul_precision("highest")
         self._grouped: tuple[AttentionInputs, list[SequenceGroup]] | None = None
 
     def prepare(self, weight_NK: torch.Tensor) -> torch.Tensor:
@@ -102,9 +101,7 @@ class TorchKernels:
         """Return relu, gelu (exact, by erf), silu, tanh or none of x."""
         return ACTIVATIONS[name](x)
 
-    def write_kv(
-        self, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slots_T: torch.Tensor
-    ) -> None:
+    def write_kv(self, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cache: Cache, slots_T: torch.Tensor) -> None:
         """Store keys and values [T, G, D] in the caches [P, S, G, D] at their slots."""
         for stored, new in zip(cache, (k_TGD, v_TGD), strict=True):
             stored.flatten(0, 1)[slots_T] = new.to(stored.dtype)
@@ -112,7 +109,7 @@ class TorchKernels:
     def attention(
         self,
         q_THD: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: Cache,
         kv_index_H: torch.Tensor,
         inputs: AttentionInputs,
         scale: float,

@@ -8,14 +8,11 @@ Shape suffix legend
 import torch
 
 from mpi_tp.config import ModelConfig
-from mpi_tp.kernels.base import AttentionInputs
+from mpi_tp.kernels.base import AttentionInputs, Cache
 from mpi_tp.layers.context import LayerContext
 from mpi_tp.layers.linear import ColumnParallelLinear, second_linear
 from mpi_tp.layers.norm import RMSNorm
 from mpi_tp.partition.ranges import KeyValueHeads
-
-Cache = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values of one layer, each [blocks, tokens a block, G, D]."""
 
 
 class Attention:
@@ -32,7 +29,7 @@ class Attention:
         self._o_proj = second_linear(context, f"{name}.o_proj", query_plan.sizes)
         self._q_norm = RMSNorm(context, f"{name}.q_norm", config.rms_norm_eps) if config.qk_norm else None
         self._k_norm = RMSNorm(context, f"{name}.k_norm", config.rms_norm_eps) if config.qk_norm else None
-        self._kv_index = torch.tensor(kv_heads.index(comm.rank, comm.size), device=context.device)
+        self._kv_index = torch.tensor(kv_heads.index(comm.rank, comm.size), dtype=torch.int64, device=context.device)
 
     def __call__(
         self, x_TK: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], inputs: AttentionInputs, cache: Cache

@@ -41,19 +41,30 @@ class ColumnParallelLinear:
         return self._kernels.linear(x, self._weight, self._bias)
 
 
-class GatheredColumnLinear:
-    """This rank's part [T, K/R] of the input to the whole output [T, N]: two gathers, no sum across ranks."""
+class GatheredOutputLinear:
+    """x [T, K] to the whole output [T, N]: one gather, no sum across ranks."""
 
-    def __init__(self, context: LayerContext, name: str, input_sizes: Sequence[int]) -> None:
+    def __init__(self, context: LayerContext, name: str) -> None:
         self._comm = context.comm
         self._linear = ColumnParallelLinear(context, name)
-        self._input_sizes = input_sizes
         self._output_sizes = context.plan[f"{name}.weight"].sizes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the whole output [T, N]."""
-        x = self._comm.all_gather(x, self._input_sizes)
         return self._comm.all_gather(self._linear(x), self._output_sizes)
+
+
+class GatheredLinear:
+    """This rank's part [T, K/R] of the input to the whole output [T, N]: two gathers, no sum across ranks."""
+
+    def __init__(self, context: LayerContext, name: str, input_sizes: Sequence[int]) -> None:
+        self._comm = context.comm
+        self._linear = GatheredOutputLinear(context, name)
+        self._input_sizes = input_sizes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the whole output [T, N]."""
+        return self._linear(self._comm.all_gather(x, self._input_sizes))
 
 
 class RowParallelLinear:
@@ -74,7 +85,7 @@ class RowParallelLinear:
 def second_linear(context: LayerContext, name: str, input_sizes: Sequence[int]) -> Linear:
     """Return the layer that takes the split output of another, as the plan splits it: by output or by input."""
     if context.plan[f"{name}.weight"].axis == 0:
-        return GatheredColumnLinear(context, name, input_sizes)
+        return GatheredLinear(context, name, input_sizes)
     return RowParallelLinear(context, name)
 
 

@@ -8,8 +8,8 @@ It reads like a single-device model: what is split, and what the ranks exchange,
 import torch
 
 from mpi_tp.config import ModelConfig
-from mpi_tp.kernels.base import AttentionInputs
-from mpi_tp.layers.attention import Attention, Cache
+from mpi_tp.kernels.base import AttentionInputs, Cache
+from mpi_tp.layers.attention import Attention
 from mpi_tp.layers.context import LayerContext
 from mpi_tp.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from mpi_tp.layers.mlp import GatedMLP

@@ -17,7 +17,7 @@ from mpi_tp.kernels.base import AttentionInputs
 from mpi_tp.layers.attention import Attention
 from mpi_tp.layers.context import LayerContext
 from mpi_tp.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from mpi_tp.layers.linear import ColumnParallelLinear, GatheredColumnLinear, RowParallelLinear, second_linear
+from mpi_tp.layers.linear import ColumnParallelLinear, GatheredLinear, RowParallelLinear, second_linear
 from mpi_tp.models.families import parse_config
 from mpi_tp.models.mlp import ACTIVATIONS, mlp_config
 from mpi_tp.models.mlp_stack import MLPStack
@@ -73,7 +73,7 @@ def test_the_second_linear_adds_its_bias_once(size, strategy, numerics):
 
     def forward(context):
         layer = second_linear(context, "layer", [stop - start for ((start, stop),) in parts])
-        assert isinstance(layer, GatheredColumnLinear if strategy == "column_wise" else RowParallelLinear)
+        assert isinstance(layer, GatheredLinear if strategy == "column_wise" else RowParallelLinear)
         [(start, stop)] = parts[context.comm.rank]
         return layer(x[:, start:stop].contiguous())
 

@@ -10,6 +10,7 @@ import pytest
 from mpi_tp.engine.request import SamplingParams
 from mpi_tp.errors import FileError, UsageError
 from mpi_tp.infer_options import SECTIONS, STDIN, InferOptions, _parser, parse_options
+from mpi_tp.machine_options import MachineOptions
 from mpi_tp.options import parse, size
 
 
@@ -40,12 +41,14 @@ def test_bare_command_has_the_defaults_of_the_contract():
         chat=False,
         system=None,
         limit=None,
-        comm="auto",
-        share_gpu=False,
-        device="auto",
-        numerics="auto",
-        max_batch_size=64,
-        kv_memory=None,
+        machine=MachineOptions(
+            device="auto",
+            comm="auto",
+            share_gpu=False,
+            numerics="auto",
+            max_batch_size=64,
+            kv_memory=None,
+        ),
         stall_timeout=300.0,
     )
 
@@ -58,7 +61,7 @@ def test_every_flag_reaches_its_field():
     )
     sampling = SamplingParams(5, 0.5, 3, 0.9, -7, 2, ("a", "b"), ignore_eos=True, logprobs=True)
     paths = Path("s"), Path("in.jsonl"), Path("out.jsonl")
-    rest = True, "Be", 9, "mpi", True, "cpu", "fast", 8, 1024, 1.5
+    rest = True, "Be", 9, MachineOptions("cpu", "mpi", True, "fast", 8, 1024), 1.5
     assert parse_options(argv.split()) == InferOptions(*paths, sampling, *rest)
 
 
@@ -130,7 +133,7 @@ def test_every_flag_can_come_from_the_file(config):
     """
     sampling = SamplingParams(5, 0.5, 3, 0.9, -7, 2, ("a", "no", "3.10"), ignore_eos=True)
     paths = Path("s"), Path("in.jsonl"), Path("out.jsonl")
-    rest = True, "Be", 9, "mpi", True, "cpu", "fast", 8, 4 * 2**30, 20.0
+    rest = True, "Be", 9, MachineOptions("cpu", "mpi", True, "fast", 8, 4 * 2**30), 20.0
     assert parse_options(config(text)) == InferOptions(*paths, sampling, *rest)
 
 
@@ -263,3 +266,9 @@ def test_help_needs_neither_torch_nor_mpi():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "HEAVY []" in run.stdout
     assert "--max-new-tokens" in run.stdout
+
+
+@pytest.mark.parametrize("wrong", [{"device": "gpu"}, {"comm": None}, {"max_batch_size": 0}, {"kv_memory": "4G"}])
+def test_machine_options_of_a_script_are_checked_too(wrong):
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        MachineOptions(**wrong)

@@ -143,3 +143,10 @@ def test_log_probability_of_huge_logits():
 def test_values_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(UsageError, match=f"^{name} is .*: it must be"):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("wrong", [{"stop": "END"}, {"stop": ("",)}, {"top_k": 2.5}, {"n": 1.5}, {"seed": None}])
+def test_params_of_the_wrong_type_are_refused(wrong):
+    """A single text as `stop` would else mean its letters."""
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
