@@ -79,33 +79,33 @@ class Batch:
             wait_seconds = 0.0
 
     def _submit(self, line: Line) -> None:
-        sequence = self.figures.num_lines
+        index = self.figures.num_lines
         self.figures.num_lines += 1
         if isinstance(line, BadLine):
-            self._write_error(sequence, line)
+            self._write_error(index, line)
             return
         try:
-            self._engine.submit(sequence, line.prompt, line.params)
+            self._engine.submit(index, line.prompt, line.params)
         except RequestError as error:
-            self._write_error(sequence, line.refused(error.kind, str(error)))
+            self._write_error(index, line.refused(error.type, str(error)))
         else:
-            self._in_flight[sequence] = line
+            self._in_flight[index] = line
 
     def _write_outcome(self, outcome: Outcome) -> None:
         line = self._in_flight.pop(outcome.key)
         if outcome.error:
-            self._write_error(outcome.key, line.refused(outcome.error.kind, str(outcome.error)))
+            self._write_error(outcome.key, line.refused(outcome.error.type, str(outcome.error)))
             return
         self.figures.prompt_tokens += outcome.prompt_tokens
         self.figures.completion_tokens += sum(len(completion.token_ids) for completion in outcome.completions)
         self._write(outcome.key, record(line, outcome.prompt_tokens, outcome.completions, self._token_text))
 
-    def _write_error(self, sequence: int, line: BadLine) -> None:
+    def _write_error(self, index: int, line: BadLine) -> None:
         self.figures.num_errors += 1
-        self._write(sequence, error_record(line))
+        self._write(index, error_record(line))
 
-    def _write(self, sequence: int, json_object: JsonObject) -> None:
-        self._writer.write(sequence, json_object)
+    def _write(self, index: int, json_object: JsonObject) -> None:
+        self._writer.write(index, json_object)
         self.figures.num_records += 1
 
     def _token_text(self, token: int) -> str:

@@ -92,7 +92,7 @@ class Engine:
         """Run one step on all ranks and return what it finished."""
         chunks = self._scheduler.schedule()
         logits = self._announce(plan_step(chunks, BLOCK_SIZE))
-        sampled = [chunk.sequence for chunk in chunks if chunk.samples]
+        sampled = [chunk.sequence for chunk in chunks if chunk.ends_sequence]
         for chunk in chunks:
             chunk.sequence.computed = chunk.stop
         for sequence, row in zip(sampled, logits, strict=True):

@@ -18,6 +18,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     Raises RequestError if it has none of these forms, needs a tokenizer or chat template that the model does not have,
     or the template refuses it.
     """
+    if not isinstance(prompt, Sequence):
+        raise RequestError("invalid_prompt", f"a prompt is text, messages or token ids, not {type(prompt).__name__}")
     if not isinstance(prompt, str) and all(isinstance(token, Integral) for token in prompt):
         return [int(token) for token in cast(Sequence[int], prompt)]
     if tokenizer is None:

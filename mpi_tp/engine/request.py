@@ -72,8 +72,8 @@ class Completion:
 
 
 class RequestError(Exception):
-    """One request cannot be served; the others can. `kind` is the short name that its error record shows."""
+    """One request cannot be served; the others can. `type` is the short name that its error record shows."""
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, type: str, message: str) -> None:
         super().__init__(message)
-        self.kind = kind
+        self.type = type

@@ -49,6 +49,6 @@ class Chunk:
     stop: int
 
     @property
-    def samples(self) -> bool:
+    def ends_sequence(self) -> bool:
         """Whether the step gives the sequence its next token."""
         return self.stop == len(self.sequence.tokens)

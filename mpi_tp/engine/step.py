@@ -35,14 +35,14 @@ def plan_step(chunks: list[Chunk], block_size: int) -> StepPlan:
     sequence_ids = np.repeat(np.arange(len(chunks)), lengths)
     blocks = tables[sequence_ids, positions // block_size].astype(np.int64)
     ends = np.cumsum(lengths) - 1
-    samples = np.array([chunk.samples for chunk in chunks], bool)
+    ends_sequence = np.array([chunk.ends_sequence for chunk in chunks], bool)
     return StepPlan(
         ids=_concatenate([np.asarray(chunk.sequence.tokens[chunk.start : chunk.stop]) for chunk in chunks]),
         positions=positions,
         sequence_ids=sequence_ids,
         slots=blocks * block_size + positions % block_size,
         block_tables=tables,
-        logit_rows=ends[samples],
+        logit_rows=ends[ends_sequence],
     )
 
 

@@ -63,7 +63,7 @@ def error_record(line: BadLine) -> JsonObject:
 
 
 class OrderedWriter:
-    """Writes records as JSON Lines in the order of their sequence numbers, whatever the order they come in.
+    """Writes records as JSON Lines in the order of their numbers, whatever the order they come in.
 
     Records that come early wait in memory. Each is passed to the operating system as soon as its turn comes.
     """
@@ -86,11 +86,11 @@ class OrderedWriter:
             yield writer
             assert not writer._waiting, f"record {writer._next} of the output was never written"
 
-    def write(self, sequence: int, record: JsonObject) -> None:
+    def write(self, index: int, record: JsonObject) -> None:
         """Take the record with this number: 0, 1, 2 … each once. Raises FileError, for example for a full disk."""
-        assert sequence >= self._next, f"record {sequence} was written twice"
-        assert sequence not in self._waiting, f"record {sequence} came twice"
-        self._waiting[sequence] = _encode(record) + b"\n"
+        assert index >= self._next, f"record {index} was written twice"
+        assert index not in self._waiting, f"record {index} came twice"
+        self._waiting[index] = _encode(record) + b"\n"
         with write_errors(self._name):
             while self._next in self._waiting:
                 self._stream.write(self._waiting.pop(self._next))

@@ -151,7 +151,7 @@ def test_a_bad_request_fails_alone():
     for outcome, (_, _, kind, message) in zip(outcomes[::2], BAD_REQUESTS, strict=True):
         assert outcome.completions == []
         assert outcome.error is not None
-        assert outcome.error.kind == kind
+        assert outcome.error.type == kind
         with pytest.raises(type(outcome.error), match=message):
             raise outcome.error
 
@@ -159,7 +159,7 @@ def test_a_bad_request_fails_alone():
 def test_without_tokenizer_text_and_stop_strings_are_refused():
     requests = [("text", greedy(1)), ([1], greedy(1, stop=("x",))), ([1], greedy(1))]
     outcomes = serve(setting(tokenizer=None), requests)
-    assert [outcome.error and outcome.error.kind for outcome in outcomes] == ["no_tokenizer", "no_tokenizer", None]
+    assert [outcome.error and outcome.error.type for outcome in outcomes] == ["no_tokenizer", "no_tokenizer", None]
 
 
 def test_logits_that_are_no_numbers_fail_their_request_alone():
@@ -169,7 +169,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone():
     spoiled = serve(setting(eos_token_ids=FREE, spoil=66), requests, 2)
     assert token_ids(spoiled[::2]) == token_ids(clean[::2])
     assert spoiled[1].error is not None
-    assert spoiled[1].error.kind == "model_failure"
+    assert spoiled[1].error.type == "model_failure"
 
 
 def test_a_request_that_just_fits_the_cache_is_served():

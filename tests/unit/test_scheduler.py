@@ -23,7 +23,7 @@ def run_step(scheduler):
     Return the spans (start, stop, whether the next token is sampled) by key, and the finished sequences.
     """
     chunks = scheduler.schedule()
-    spans = {chunk.sequence.key: (chunk.start, chunk.stop, chunk.samples) for chunk in chunks}
+    spans = {chunk.sequence.key: (chunk.start, chunk.stop, chunk.ends_sequence) for chunk in chunks}
     for chunk in chunks:
         chunk.sequence.computed = chunk.stop
     for sequence in [chunk.sequence for chunk in chunks if spans[chunk.sequence.key][2]]:
