@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mpi_tp.config import MLPConfig
 from mpi_tp.errors import ConfigurationError
+from mpi_tp.model_files import read_json
 from mpi_tp.models.families import parse_config
 from mpi_tp.partition.plan import plan_shards
 from mpi_tp.shards.checksum import file_entry, tensor_checksum
@@ -15,7 +16,6 @@ from mpi_tp.shards.format import MANIFEST_NAME, SetOptions
 from mpi_tp.shards.reader import ShardSet
 from mpi_tp.shards.writer import ShardSetWriter
 from sharder import Sharder
-from sharder.formats.huggingface import read_json
 from sharder.program import progress
 from sharder.source import ModelSource, SourceOptions, open_source
 from sharder.tokenizer_files import collect_tokenizer

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mpi_tp.errors import ConfigurationError, UsageError
+from mpi_tp.model_files import MODEL_CONFIG_FILE, read_json
 from mpi_tp.models.families import tensor_table
 from mpi_tp.models.mlp import ACTIVATIONS, is_mlp, mlp_config
 from mpi_tp.partition.plan import TensorRow
@@ -19,7 +20,6 @@ from mpi_tp.shards.checksum import tensor_bytes
 from mpi_tp.shards.dtypes import DTYPES, dtype_name, dtype_named
 from mpi_tp.shards.format import SourceEntry, num_bytes
 from sharder.formats import CheckpointReader, open_checkpoint
-from sharder.formats.huggingface import read_json
 from sharder.names import canonical_names
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -103,7 +103,7 @@ def open_source(path: Path, options: SourceOptions) -> Iterator[ModelSource]:
 
 def _find_config(reader: CheckpointReader, options: SourceOptions) -> Mapping[str, Any]:
     """Return the config: the one given, else inside the checkpoint, else beside it; of an MLP, from its tensors."""
-    beside = reader.path.parent / "config.json"
+    beside = reader.path.parent / MODEL_CONFIG_FILE
     config = options.config or reader.config or {}
     if not config and reader.path.is_file() and beside.exists():
         config = read_json(beside)

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from mpi_tp.errors import ConfigurationError, FileError
-from sharder.formats.base import CheckpointReader, TensorSpec
+from sharder.formats.base import CheckpointReader
 from sharder.formats.gguf_file import GgufReader
 from sharder.formats.huggingface import HuggingFaceReader
 from sharder.formats.safetensors_file import LENGTH_BYTES, SafetensorsReader
 from sharder.formats.torch_file import TorchFileReader
 
-__all__ = ["CheckpointReader", "TensorSpec", "open_checkpoint"]
+__all__ = ["CheckpointReader", "open_checkpoint"]
 
 FORMS = "a Hugging Face folder, .safetensors, torch.save (zip format), .gguf"
 

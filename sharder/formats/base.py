@@ -4,7 +4,6 @@ Readers never map a file into memory: a tensor is read whole into memory of its 
 the process is bounded by its largest tensor, and a truncated file is an error with a name instead of a SIGBUS.
 """
 
-import math
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 import xxhash
 
 from mpi_tp.errors import FileError
+from mpi_tp.shards.format import num_bytes
 
 READ_CHUNK_BYTES = 64 << 20
 
@@ -28,9 +28,9 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     @property
-    def nbytes(self) -> int:
+    def num_bytes(self) -> int:
         """Size of the whole tensor in memory, in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return num_bytes(self.shape, self.dtype)
 
 
 class CheckpointReader(Protocol):
@@ -59,12 +59,8 @@ class CheckpointReader(Protocol):
         """
         ...
 
-    def files(self) -> list[Path]:
-        """Files that hold weights."""
-        ...
-
     def source_size(self) -> int:
-        """Bytes of all `files()` together."""
+        """Bytes of all files that hold weights."""
         ...
 
     def header_digest(self) -> str:
@@ -116,10 +112,6 @@ class SingleFile(ABC):
         self._header_hash.update(header)
         return bytes(header)
 
-    def files(self) -> list[Path]:
-        """Files that hold weights."""
-        return [self.path]
-
     def source_size(self) -> int:
         """Size of the file in bytes."""
         return self.size
@@ -136,11 +128,6 @@ class SingleFile(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor of any dtype as writable bytes."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def pread_into(fd: int, buffer: memoryview, offset: int, path: Path, what: str) -> None:

@@ -11,7 +11,8 @@ import torch
 from gguf import GGMLQuantizationType
 
 from mpi_tp.errors import ConfigurationError, FileError
-from sharder.formats.base import SingleFile, TensorSpec, byte_view, pread_into
+from mpi_tp.shards.checksum import tensor_bytes
+from sharder.formats.base import SingleFile, TensorSpec, pread_into
 from sharder.formats.gguf_header import GgufTensor, parse_header
 from sharder.formats.gguf_translation import (
     ARCHITECTURES,
@@ -86,7 +87,7 @@ class GgufReader(SingleFile):
         if entry.stored_as not in STORED_DTYPES:
             return self._read_quantised(entry)
         tensor = torch.empty(entry.shape, dtype=STORED_DTYPES[entry.stored_as])
-        pread_into(self.fd, byte_view(tensor), entry.offset, self.path, entry.name)
+        pread_into(self.fd, tensor_bytes(tensor), entry.offset, self.path, entry.name)
         return tensor
 
     def _read_quantised(self, entry: GgufTensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ class GgufTensor:
         return self.shape[-1] // block_elements * block_bytes
 
     @property
-    def nbytes(self) -> int:
+    def num_bytes(self) -> int:
         """Bytes of the tensor in the file."""
         return math.prod(self.shape[:-1]) * self.row_bytes
 
@@ -172,6 +172,6 @@ def _check_ranges(tensors: tuple[GgufTensor, ...], size: int, path: Path) -> Non
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         if tensor.offset < end:
             raise FileError(f"{path} is damaged: {tensor.name} overlaps {previous}")
-        end, previous = tensor.offset + tensor.nbytes, tensor.name
+        end, previous = tensor.offset + tensor.num_bytes, tensor.name
         if end > size:
             raise FileError(f"{path} is truncated: {tensor.name} ends at byte {end}, the file at {size}")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from mpi_tp.errors import ConfigurationError, FileError
+from mpi_tp.model_files import CHAT_TEMPLATE_FILE, GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from sharder.formats.pre_tokenizers import PreTokenizer, find_pre_tokenizer
 
 Fields = Mapping[str, Any]
@@ -36,8 +37,8 @@ def write_tokenizer(fields: Fields, directory: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json, generation_config.json and, if there is one, the chat template.
 
     `fields` holds the metadata of the GGUF file under its own keys, as Python values. `directory` must exist.
-    Raises ConfigurationError for a tokenizer or pre-tokeniser that is not known, FileError when the metadata
-    contradict themselves.
+    Raises ConfigurationError for a tokenizer or pre-tokeniser that is not known, FileError when the metadata are of
+    wrong types or contradict themselves.
     """
     vocabulary = _read_vocabulary(fields)
     kind = _require(fields, "model")
@@ -50,29 +51,35 @@ def write_tokenizer(fields: Fields, directory: Path) -> None:
             f"the GGUF file has a tokenizer of kind '{kind}', but only 'gpt2' and 'llama' can be read: "
             "give the model's Hugging Face tokenizer with --tokenizer DIR"
         )
-    text = json.dumps(tokenizer, ensure_ascii=False)
+    files = {
+        TOKENIZER_FILE: _checked(json.dumps(tokenizer, ensure_ascii=False)),
+        TOKENIZER_CONFIG_FILE: _json_text(_tokenizer_config(fields, vocabulary)),
+        GENERATION_CONFIG_FILE: _json_text(_generation_config(fields, vocabulary)),
+    }
+    if template := _value(fields, "tokenizer.chat_template", str, ""):
+        files[CHAT_TEMPLATE_FILE] = template
+    for name, text in files.items():
+        (directory / name).write_text(text, encoding="utf-8")
+
+
+def _checked(text: str) -> str:
+    """Return the tokenizer.json after the `tokenizers` package has read it."""
     try:
         tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the package raises plain Exception
-        raise FileError(
-            f"the tokenizer in the GGUF file is damaged: {error}; give another with --tokenizer DIR"
-        ) from error
-    (directory / "tokenizer.json").write_text(text, encoding="utf-8")
-    _write_json(directory / "tokenizer_config.json", _tokenizer_config(fields, vocabulary))
-    _write_json(directory / "generation_config.json", _generation_config(fields, vocabulary))
-    if template := fields.get("tokenizer.chat_template"):
-        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+        raise _damaged(error) from error
+    return text
 
 
 def _byte_level_bpe(fields: Fields, vocabulary: _Vocabulary) -> Json:
-    pre_tokenizer = find_pre_tokenizer(_require(fields, "pre"))
+    pre_tokenizer = find_pre_tokenizer(str(_require(fields, "pre")))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     model = {
         "type": "BPE",
         "ignore_merges": pre_tokenizer.ignore_merges,
         "vocab": vocabulary.ids,
         # The first of the two parts may itself begin with a space.
-        "merges": [_split_merge(merge) for merge in _require(fields, "merges")],
+        "merges": [_split_merge(merge) for merge in _array(fields, "merges", str)],
     }
     return {
         "version": "1.0",
@@ -94,6 +101,8 @@ def _splits(pre_tokenizer: PreTokenizer) -> list[Json]:
 
 def _split_merge(merge: str) -> list[str]:
     at = merge.find(" ", 1)
+    if at < 0:
+        raise _damaged(f"the merge {merge!r} has no two parts")
     return [merge[:at], merge[at + 1 :]]
 
 
@@ -102,10 +111,12 @@ def _sentencepiece_bpe(fields: Fields, vocabulary: _Vocabulary) -> Json:
     replace_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     show_spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     normalizers, decoders = [replace_spaces], [show_spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    if fields.get("tokenizer.ggml.add_space_prefix", True):
+    if _value(fields, "tokenizer.ggml.add_space_prefix", bool, True):
         normalizers.insert(0, {"type": "Prepend", "prepend": SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    unknown_id = fields.get("tokenizer.ggml.unknown_token_id", 0)
+    unknown_id = _special_id(fields, vocabulary, "unknown")
+    assert unknown_id is not None, "SentencePiece has a default"
+    scores = _array(fields, "scores", float, len(vocabulary.tokens))
     return {
         "version": "1.0",
         "added_tokens": _added_tokens(vocabulary),
@@ -119,7 +130,7 @@ def _sentencepiece_bpe(fields: Fields, vocabulary: _Vocabulary) -> Json:
             "fuse_unk": True,
             "byte_fallback": True,
             "vocab": vocabulary.ids,
-            "merges": list(_merges_from_scores(vocabulary, _require(fields, "scores"))),
+            "merges": list(_merges_from_scores(vocabulary, scores)),
         },
     }
 
@@ -156,9 +167,9 @@ def _post_processor(fields: Fields, vocabulary: _Vocabulary, add_bos: bool) -> J
     text: Json = {"Sequence": {"id": "A", "type_id": 0}}
     single, special_tokens = [text], {}
     for name, wanted, at in (("bos", add_bos, 0), ("eos", False, 2)):
-        if not fields.get(f"tokenizer.ggml.add_{name}_token", wanted):
+        if not _value(fields, f"tokenizer.ggml.add_{name}_token", bool, wanted):
             continue
-        token_id = _special_id(fields, name)
+        token_id = _special_id(fields, vocabulary, name)
         if token_id is None:
             raise FileError(
                 f"the GGUF file puts a {name.upper()} around prompts but has no tokenizer.ggml.{name}_token_id: "
@@ -173,40 +184,62 @@ def _post_processor(fields: Fields, vocabulary: _Vocabulary, add_bos: bool) -> J
 def _tokenizer_config(fields: Fields, vocabulary: _Vocabulary) -> Json:
     config: Json = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = _special_id(fields, key)
+        token_id = _special_id(fields, vocabulary, key)
         if token_id is not None:
             config[f"{name}_token"] = vocabulary.tokens[token_id]
     return config
 
 
 def _generation_config(fields: Fields, vocabulary: _Vocabulary) -> Json:
-    ends = [_special_id(fields, name) for name in ("eos", "eot", "eom")]
+    ends = [_special_id(fields, vocabulary, name) for name in ("eos", "eot", "eom")]
     ends += [
         vocabulary.ids[token]
         for token in _END_OF_TURN
         if token in vocabulary.ids and vocabulary.types[vocabulary.ids[token]] == CONTROL
     ]
     config: Json = {"eos_token_id": sorted({token_id for token_id in ends if token_id is not None})}
-    if (bos := _special_id(fields, "bos")) is not None:
+    if (bos := _special_id(fields, vocabulary, "bos")) is not None:
         config["bos_token_id"] = bos
     return config
 
 
-def _special_id(fields: Fields, name: str) -> int | None:
+def _special_id(fields: Fields, vocabulary: _Vocabulary, name: str) -> int | None:
     """The id of a special token; SentencePiece has ids of its own for those that the file does not name."""
     defaults = {"bos": 1, "eos": 2, "unknown": 0} if fields["tokenizer.ggml.model"] == "llama" else {}
-    return fields.get(f"tokenizer.ggml.{name}_token_id", defaults.get(name))
+    key = f"tokenizer.ggml.{name}_token_id"
+    token_id: int | None = _value(fields, key, int, defaults.get(name))
+    if token_id is not None and not 0 <= token_id < len(vocabulary.tokens):
+        raise _damaged(f"{key} is {token_id}, its tokens are 0 to {len(vocabulary.tokens) - 1}")
+    return token_id
 
 
 def _read_vocabulary(fields: Fields) -> _Vocabulary:
-    tokens = [token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(_require(fields, "tokens"))]
+    tokens = [token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(_array(fields, "tokens", str))]
     ids = {token: token_id for token_id, token in enumerate(tokens)}
     if len(ids) < len(tokens):
-        raise FileError(
-            f"the tokenizer in the GGUF file is damaged: {len(tokens) - len(ids)} of its {len(tokens)} tokens are "
-            "there twice; give the model's Hugging Face tokenizer with --tokenizer DIR"
-        )
-    return _Vocabulary(tokens, fields.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens)), ids)
+        raise _damaged(f"{len(tokens) - len(ids)} of its {len(tokens)} tokens are there twice")
+    has_types = "tokenizer.ggml.token_type" in fields
+    types = _array(fields, "token_type", int, len(tokens)) if has_types else [NORMAL] * len(tokens)
+    return _Vocabulary(tokens, types, ids)
+
+
+def _array(fields: Fields, name: str, kind: type, length: int | None = None) -> list[Any]:
+    """Return an array of the metadata after a check of its items' type and, where one is given, of its length."""
+    items = _require(fields, name)
+    if not isinstance(items, list) or not all(isinstance(item, kind) for item in items):
+        raise _damaged(f"tokenizer.ggml.{name} is no array of {kind.__name__}")
+    if length is not None and len(items) != length:
+        raise _damaged(f"tokenizer.ggml.{name} has {len(items)} items for {length} tokens")
+    return items
+
+
+def _value(fields: Fields, key: str, kind: type, default: Any) -> Any:
+    """Return a single value of the metadata after a check of its type; `default` if it is not there."""
+    if key not in fields:
+        return default
+    if type(fields[key]) is not kind:
+        raise _damaged(f"{key} is {fields[key]!r:.40}, not {kind.__name__}")
+    return fields[key]
 
 
 def _require(fields: Fields, name: str) -> Any:
@@ -218,5 +251,9 @@ def _require(fields: Fields, name: str) -> Any:
     return fields[key]
 
 
-def _write_json(path: Path, value: Json) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+def _damaged(what: object) -> FileError:
+    return FileError(f"the tokenizer in the GGUF file is damaged: {what}; give another with --tokenizer DIR")
+
+
+def _json_text(value: Json) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=2) + "\n"

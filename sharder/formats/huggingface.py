@@ -1,16 +1,15 @@
 """Reader of a Hugging Face model folder: `config.json` and one or many weight files, presented as one checkpoint."""
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 import xxhash
 
 from mpi_tp.errors import ConfigurationError, FileError
+from mpi_tp.model_files import MODEL_CONFIG_FILE, read_json
 from sharder.formats.base import CheckpointReader, TensorSpec
 
 # Where transformers looks, in this order: one whole file, the index of several; we then take whatever lies there.
@@ -28,7 +27,7 @@ class HuggingFaceReader:
 
     def __init__(self, path: Path, open_file: Callable[[Path], CheckpointReader]) -> None:
         self.path = path
-        config_file = path / "config.json"
+        config_file = path / MODEL_CONFIG_FILE
         self.config = read_json(config_file) if config_file.exists() else None
         files, index = _find_weights(path)
         with ExitStack() as stack:
@@ -61,10 +60,6 @@ class HuggingFaceReader:
         """Read tensor `name`. Raises FileError."""
         return self._owners[name].read(name)
 
-    def files(self) -> list[Path]:
-        """Files that hold weights."""
-        return [reader.path for reader in self._readers]
-
     def source_size(self) -> int:
         """Bytes of all weight files."""
         return sum(reader.source_size() for reader in self._readers)
@@ -73,19 +68,6 @@ class HuggingFaceReader:
         """xxh3_128 over the header digests of the files."""
         digests = "".join(reader.header_digest() for reader in self._readers)
         return xxhash.xxh3_128_hexdigest(digests.encode())
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises FileError if the file cannot be read or holds anything else."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FileError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path} is damaged: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise FileError(f"{path} is damaged: it holds a JSON {type(content).__name__}, not an object")
-    return content
 
 
 def _find_weights(folder: Path) -> tuple[list[Path], Mapping[str, str]]:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from mpi_tp.errors import ConfigurationError, FileError
-from sharder.formats.base import SingleFile, TensorSpec, byte_view, pread_into
+from mpi_tp.shards.checksum import tensor_bytes
+from sharder.formats.base import SingleFile, TensorSpec, pread_into
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
@@ -85,7 +86,7 @@ class SafetensorsReader(SingleFile):
         """Read tensor `name`. Raises FileError."""
         entry = self._entries[name]
         tensor = torch.empty(entry.spec.shape, dtype=entry.spec.dtype)
-        pread_into(self.fd, byte_view(tensor), self._data_start + entry.begin, self.path, name)
+        pread_into(self.fd, tensor_bytes(tensor), self._data_start + entry.begin, self.path, name)
         return tensor
 
     def _check_coverage(self) -> None:
@@ -135,6 +136,8 @@ def _parse_entry(name: str, fields: Any, path: Path) -> _Entry:
     if code not in DTYPES:
         raise ConfigurationError(f"{path}: {name} has dtype {code}; known are {', '.join(DTYPES)}")
     spec = TensorSpec(DTYPES[code], tuple(shape))
-    if end - begin != spec.nbytes:
-        raise FileError(f"{path} is damaged: {name} takes {end - begin} bytes, {code} {shape} is {spec.nbytes} bytes")
+    if end - begin != spec.num_bytes:
+        raise FileError(
+            f"{path} is damaged: {name} takes {end - begin} bytes, {code} {shape} is {spec.num_bytes} bytes"
+        )
     return _Entry(spec, begin, end)

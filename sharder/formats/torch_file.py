@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch._weights_only_unpickler import Unpickler
 
-from mpi_tp.errors import ConfigurationError, FileError
-from sharder.formats.base import SingleFile, TensorSpec, byte_view, pread_into
+from mpi_tp.errors import ConfigurationError, FileError, JobError
+from mpi_tp.shards.checksum import tensor_bytes
+from sharder.formats.base import SingleFile, TensorSpec, pread_into
 
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature; lengths of the name and of the extra field after the header
 MODEL_KEYS = ("model", "state_dict")
@@ -79,7 +80,7 @@ class TorchFileReader(SingleFile):
         """Read tensor `name`: of a view the bytes from its first element to its last. Raises FileError."""
         entry = self._entries[name]
         elements = torch.empty(entry.span, dtype=entry.spec.dtype)
-        pread_into(self.fd, byte_view(elements), entry.offset, self.path, name)
+        pread_into(self.fd, tensor_bytes(elements), entry.offset, self.path, name)
         return elements.as_strided(entry.spec.shape, entry.stride).contiguous()
 
     def _read_archive(self) -> tuple[bytes, dict[str, _Record]]:
@@ -160,7 +161,7 @@ def _unpickle(pickled: bytes, records: Mapping[str, _Record], path: Path) -> Any
     """Return the pickled structure with meta tensors. Raises ConfigurationError if it asks for anything else."""
     try:
         return _StructureUnpickler(pickled, records, path).load()
-    except FileError:
+    except JobError:  # a damaged storage, or a signal
         raise
     except UnpicklingError as error:
         reason = _one_line(error)

@@ -14,6 +14,7 @@ import torch
 
 from mpi_tp.models.families import tensor_table
 from sharder import Sharder
+from tests.support.engines import save_tokenizer
 from tests.support.shards import contents, write_small
 from tests.support.tiny import AWKWARD
 
@@ -234,7 +235,8 @@ def test_a_full_disk(base: Path, tmp_path: Path, small_disk: Path) -> None:
 def test_a_source_from_a_folder_beside_its_config(tmp_path: Path) -> None:
     torch.save(random_tensors(CONFIG), tmp_path / "weights.bin")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "tokenizer.json").write_text("{}")
+    save_tokenizer(tmp_path)
     done = run(tmp_path / "weights.bin", "--ranks", 2, "-o", tmp_path / "shards")
     assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "shards" / "tokenizer" / "tokenizer.json").read_text() == "{}"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "shards" / "tokenizer" / name).read_bytes() == (tmp_path / name).read_bytes()

@@ -17,6 +17,7 @@ ALLOWED = {
     "mpi_tp.errors": set(),
     "mpi_tp.config": {"mpi_tp.errors"},
     "mpi_tp.options": {"mpi_tp.errors"},
+    "mpi_tp.model_files": {"mpi_tp.errors"},
     "mpi_tp.partition": set(),
     "mpi_tp.shards": {"mpi_tp.errors", "mpi_tp.partition"},
     "mpi_tp.comm": {"mpi_tp.errors"},
@@ -45,6 +46,7 @@ ALLOWED = {
     "sharder": {
         "mpi_tp.config",
         "mpi_tp.errors",
+        "mpi_tp.model_files",
         "mpi_tp.models",
         "mpi_tp.options",
         "mpi_tp.partition",

@@ -14,6 +14,7 @@ from mpi_tp.shards.reader import ShardSet
 from sharder import Sharder
 from sharder.join import open_joiner
 from tests.support.checkpoints import FORMS, bits_equal, write_model_and_config, write_state_dict
+from tests.support.engines import save_tokenizer
 from tests.support.parallel import slice_for
 from tests.support.shards import contents
 from tests.support.tiny import hf_config, hf_weights, tiny_model
@@ -182,36 +183,6 @@ def test_options_that_make_no_sense(wrong: dict[str, Any]) -> None:
         Sharder(**{"model_path": "base.pt", "device_count": 2, **wrong})
 
 
-def write_tokenizer_files(folder: Path, mark: str) -> None:
-    folder.mkdir(exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        (folder / name).write_text(json.dumps({"mark": mark}))
-
-
-def test_where_the_tokenizer_comes_from(tmp_path: Path) -> None:
-    source = write_model_and_config(LLAMA, tmp_path)
-    report = Sharder(source, 2, tmp_path / "without").run()
-    assert report.lacks_tokenizer
-    assert report.shards.open_tokenizer() is None
-    write_tokenizer_files(tmp_path, "beside")
-    write_tokenizer_files(tmp_path / "named", "named")
-    for named, mark in ((None, "beside"), (tmp_path / "named", "named")):
-        report = Sharder(source, 2, tmp_path / mark, tokenizer=named).run()
-        folder = report.shards.open_tokenizer()
-        assert not report.lacks_tokenizer
-        assert folder is not None
-        assert sorted(contents(folder)) == ["generation_config.json", "tokenizer.json", "tokenizer_config.json"]
-        assert {json.loads(content)["mark"] for content in contents(folder).values()} == {mark}
-    with pytest.raises(FileError, match=r"nowhere/tokenizer\.json does not exist"):
-        Sharder(source, 2, tmp_path / "shards", tokenizer=tmp_path / "nowhere").run()
-
-
-def test_the_tokenizer_inside_a_folder(tmp_path: Path) -> None:
-    source = FORMS["folder"](LLAMA, tmp_path)
-    write_tokenizer_files(source, "inside")
-    assert Sharder(source, 2, tmp_path / "shards").run().shards.open_tokenizer() is not None
-
-
 def test_the_same_again_is_found_and_something_else_refused(tmp_path: Path) -> None:
     source = write_model_and_config(LLAMA, tmp_path)
     target = tmp_path / "shards"
@@ -223,7 +194,7 @@ def test_the_same_again_is_found_and_something_else_refused(tmp_path: Path) -> N
     for other in others:
         with pytest.raises(ConfigurationError, match="already holds another shard set"):
             Sharder(**{"model_path": source, "device_count": 2, "output_dir": target, **other}).run()
-    write_tokenizer_files(tmp_path, "new")
+    save_tokenizer(tmp_path)
     with pytest.raises(ConfigurationError, match="already holds another shard set"):
         Sharder(source, 2, target).run()
     assert contents(target) == before

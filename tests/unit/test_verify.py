@@ -17,6 +17,7 @@ from sharder.inspect import cache_bytes, describe
 from sharder.merge import merge
 from sharder.verify import verify
 from tests.support.checkpoints import bits_equal, write_model_and_config
+from tests.support.engines import save_tokenizer
 from tests.support.shards import contents, flip, forged
 from tests.support.tiny import hf_config, hf_weights, tiny_model
 
@@ -28,8 +29,8 @@ NUM_FLIPS = 200
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
-    for name in ("tokenizer.json", "chat_template.jinja"):
-        (folder / name).write_text('{"some": "content"}')
+    save_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("some content")
     return write_model_and_config(MODEL, folder)
 
 
