@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mpi_tp.atomic import replacing, write_errors
 from mpi_tp.config import MLPConfig
 from mpi_tp.errors import ConfigurationError, FileError, UsageError
 from mpi_tp.infer_options import STDIN, InferOptions
@@ -21,7 +22,6 @@ from mpi_tp.launch import Job
 from mpi_tp.models.families import parse_config
 from mpi_tp.models.mlp_stack import MLPStack
 from mpi_tp.records import OrderedWriter
-from mpi_tp.records.atomic import replacing, write_errors
 from mpi_tp.run_report import RunReport, gather_report, seconds_since_start
 from mpi_tp.session import Session, open_session
 from mpi_tp.shards.reader import ShardSet

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mpi_tp.atomic import open_output, replacing, write_errors
 from mpi_tp.engine.request import Completion
 from mpi_tp.records import openai_batch
-from mpi_tp.records.atomic import open_output, replacing, write_errors
 from mpi_tp.records.lines import BadLine, InputLine, JsonObject
 
 

@@ -18,6 +18,7 @@ ALLOWED = {
     "mpi_tp.config": {"mpi_tp.errors"},
     "mpi_tp.options": {"mpi_tp.errors"},
     "mpi_tp.model_files": {"mpi_tp.errors"},
+    "mpi_tp.atomic": {"mpi_tp.errors"},
     "mpi_tp.partition": set(),
     "mpi_tp.shards": {"mpi_tp.errors", "mpi_tp.partition"},
     "mpi_tp.comm": {"mpi_tp.errors"},
@@ -42,8 +43,9 @@ ALLOWED = {
         "mpi_tp.partition",
         "mpi_tp.tokenizer",
     },
-    "mpi_tp.records": {"mpi_tp.engine.request", "mpi_tp.errors"},
+    "mpi_tp.records": {"mpi_tp.atomic", "mpi_tp.engine.request", "mpi_tp.errors"},
     "sharder": {
+        "mpi_tp.atomic",
         "mpi_tp.config",
         "mpi_tp.errors",
         "mpi_tp.model_files",
