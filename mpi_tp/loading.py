@@ -26,11 +26,6 @@ class LoadFigures:
     seconds: float
 
 
-def weights_dtype(shards: ShardSet) -> torch.dtype:
-    """Return the dtype of the set's matrices; vectors, like those of the norms, may have another."""
-    return next(entry.dtype for entry in shards.manifest.tensors.values() if len(entry.planned.shape) == 2)
-
-
 def check_plan(shards: ShardSet) -> Plan:
     """Return the plan of a shard set.
 
@@ -61,7 +56,7 @@ def load_model(
     plan = check_plan(shards)
     taken: dict[str, int] = {}
     # Kernels that compute in the weights' dtype need one for all: norms and biases are often stored wider.
-    dtype = weights_dtype(shards) if kernels.activation_dtype is None else None
+    dtype = shards.weights_dtype if kernels.activation_dtype is None else None
 
     def take(name: str) -> torch.Tensor:
         assert name not in taken, f"{name} was taken twice"

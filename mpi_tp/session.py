@@ -9,15 +9,16 @@ from mpi_tp.comm.base import Communicator
 from mpi_tp.config import MLPConfig, ModelConfig
 from mpi_tp.devices import choose_device, connect, ranks_sharing
 from mpi_tp.engine.engine import Engine
-from mpi_tp.engine.kv_cache import BLOCK_SIZE, BlockPool, allocate_cache, blocks_for, bytes_per_token
+from mpi_tp.engine.kv_cache import BLOCK_SIZE, BlockPool, allocate_cache, blocks_for
 from mpi_tp.engine.runner import Runner
 from mpi_tp.engine.scheduler import Scheduler
 from mpi_tp.errors import ConfigurationError
 from mpi_tp.kernels import select
 from mpi_tp.launch import Job
-from mpi_tp.loading import LoadFigures, load_model, weights_dtype
+from mpi_tp.loading import LoadFigures, load_model
 from mpi_tp.machine_options import MachineOptions
 from mpi_tp.memory import cache_budget
+from mpi_tp.models.cache_size import bytes_per_token
 from mpi_tp.models.causal_lm import CausalLM
 from mpi_tp.models.families import parse_config
 from mpi_tp.models.mlp_stack import MLPStack
@@ -53,7 +54,7 @@ def open_session(job: Job, shards: ShardSet, options: MachineOptions) -> Session
 
     Raises FileError and ConfigurationError, on all ranks alike, as each of these steps does.
     """
-    weights = weights_dtype(shards)
+    weights = shards.weights_dtype
     with job.phase("choosing devices"):
         device = choose_device(job.world, options.device, options.share_gpu)
         kernels = select(device, options.numerics, weights)

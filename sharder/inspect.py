@@ -5,9 +5,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from mpi_tp.config import ModelConfig
+from mpi_tp.models.cache_size import bytes_per_token
 from mpi_tp.models.families import parse_config
-from mpi_tp.partition.ranges import KeyValueHeads
 from mpi_tp.shards.dtypes import dtype_name
 from mpi_tp.shards.format import TensorEntry
 from mpi_tp.shards.reader import ShardSet
@@ -52,23 +54,24 @@ def _spans(entry: TensorEntry, rank: int) -> str:
 
 
 def _rank_rows(shards: ShardSet, entries: Sequence[TensorEntry]) -> list[list[str]]:
-    rows = [["rank", "file", "weights", f"KV cache per {CACHE_TOKENS:,} tokens", "together"]]
+    """Return weights and cache a rank: the default kernels keep the cache in float32 on CPUs, as the weights on GPUs."""
+    dtypes = {"CPU": torch.float32, "GPU": shards.weights_dtype}
+    caches = [f"KV cache per {CACHE_TOKENS:,} tokens, {place} ({dtype_name(dtype)})" for place, dtype in dtypes.items()]
+    rows = [["rank", "file", "weights", *caches]]
     for rank, file in enumerate(shards.manifest.files):
         weights = sum(entry.local_bytes(rank) for entry in entries)
-        cache = cache_bytes(shards, rank, CACHE_TOKENS)
-        rows.append([str(rank), file.name, megabytes(weights), megabytes(cache), megabytes(weights + cache)])
+        sizes = [cache_bytes(shards, rank, CACHE_TOKENS, dtype) for dtype in dtypes.values()]
+        together = [f"{megabytes(size)} ({megabytes(weights + size)} together)" for size in sizes]
+        rows.append([str(rank), file.name, megabytes(weights), *together])
     return rows
 
 
-def cache_bytes(shards: ShardSet, rank: int, num_tokens: int) -> int:
-    """Return the bytes of rank `rank`'s keys and values of `num_tokens` tokens, in the dtype of the k projections."""
+def cache_bytes(shards: ShardSet, rank: int, num_tokens: int, dtype: torch.dtype) -> int:
+    """Return the bytes of rank `rank`'s keys and values of `num_tokens` tokens; linear layers have none."""
     config = parse_config(shards.config)
     if not isinstance(config, ModelConfig):
         return 0
-    heads = KeyValueHeads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    start, stop = heads.heads(rank, shards.ranks)
-    itemsize = shards.manifest.tensors["model.layers.0.self_attn.k_proj.weight"].dtype.itemsize
-    return 2 * config.num_hidden_layers * (stop - start) * config.head_dim * itemsize * num_tokens
+    return num_tokens * bytes_per_token(config, rank, shards.ranks, dtype)
 
 
 def _balance_line(shards: ShardSet, entries: Sequence[TensorEntry]) -> str:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mpi_tp.errors import ConfigurationError, FileError
 from mpi_tp.partition.plan import Plan, Strategy
 from mpi_tp.shards.checksum import file_entry
@@ -57,6 +59,11 @@ class ShardSet:
     def plan(self) -> Plan:
         """Every tensor's ranges, by name."""
         return {name: entry.planned for name, entry in self.manifest.tensors.items()}
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """The dtype of the matrices; vectors, like those of the norms, may have another."""
+        return next(entry.dtype for entry in self.manifest.tensors.values() if len(entry.planned.shape) == 2)
 
     def check_ranks(self, size: int) -> None:
         """Raise ConfigurationError if the set is not for `size` ranks."""

@@ -169,13 +169,19 @@ def test_inspect_shows_ranges_bytes_and_cache(shards: Path) -> None:
     by_rank = [sum(part.num_bytes for part in file.tensors.values()) for file in files]
     for file in files:
         file.close()
-    # 2 layers, keys and values, one shared head of 12 features in bfloat16, 1,000 tokens
-    assert [cache_bytes(opened, rank, 1000) for rank in range(3)] == [2 * 2 * 12 * 2 * 1000] * 3
+    # 2 layers, keys and values, one shared head of 12 features, 1,000 tokens
+    numbers = 2 * 2 * 12 * 1000
+    assert [cache_bytes(opened, rank, 1000, torch.bfloat16) for rank in range(3)] == [numbers * 2] * 3
+    [titles] = [line for line in lines if line.startswith("rank ")]
+    assert titles.endswith("KV cache per 1,000 tokens, CPU (float32)  KV cache per 1,000 tokens, GPU (bfloat16)")
+    for rank, weights in enumerate(by_rank):
+        for size in (numbers * 4, numbers * 2):
+            assert f"{size / 1e6:.1f} MB ({(weights + size) / 1e6:.1f} MB together)" in rows[str(rank)]
     assert f"balance {max(by_rank) / (sum(by_rank) / 3):.3f}" in lines[-1]
 
 
 def test_inspect_of_linear_layers_has_no_cache(tmp_path: Path) -> None:
     torch.save({"0.weight": torch.randn(8, 4)}, tmp_path / "mlp.pt")
     report = Sharder(tmp_path / "mlp.pt", 2, tmp_path / "shards", activation="none").run()
-    assert cache_bytes(report.shards, 0, 1000) == 0
+    assert cache_bytes(report.shards, 0, 1000, torch.float32) == 0
     assert "0.weight" in "\n".join(describe(report.shards))
