@@ -54,7 +54,7 @@ def _spans(entry: TensorEntry, rank: int) -> str:
 
 
 def _rank_rows(shards: ShardSet, entries: Sequence[TensorEntry]) -> list[list[str]]:
-    """Return weights and cache a rank: the default kernels keep the cache in float32 on CPUs, as the weights on GPUs."""
+    """Return weights and cache a rank: by default the cache is float32 on CPUs, as the weights on GPUs."""
     dtypes = {"CPU": torch.float32, "GPU": shards.weights_dtype}
     caches = [f"KV cache per {CACHE_TOKENS:,} tokens, {place} ({dtype_name(dtype)})" for place, dtype in dtypes.items()]
     rows = [["rank", "file", "weights", *caches]]

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
 
@@ -9,13 +10,16 @@ from tqdm import tqdm
 
 from mpi_tp.errors import JobError, StoppedError
 
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
 
 def run_program(main: Callable[[Sequence[str]], None]) -> int:
-    """Run `main` with the command line's arguments and return the exit code; a JobError is one line on stderr.
+    """Run `main` with the command line's arguments and return the exit code.
 
-    The signals that end a job become a StoppedError, so that half-written files are removed.
+    A JobError is one line on stderr, any other exception a traceback and 70. The signals that end a job become a
+    StoppedError, so that half-written files are removed.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in _STOPPING:
         signal.signal(number, _stop)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… | head` ends the program without a word
     try:
@@ -23,10 +27,15 @@ def run_program(main: Callable[[Sequence[str]], None]) -> int:
     except JobError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except Exception:
+        traceback.print_exc()
+        return JobError.exit_code
     return 0
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
+    for further in _STOPPING:  # the clean-up that follows is not to be interrupted again
+        signal.signal(further, signal.SIG_IGN)
     raise StoppedError(f"stopped by {signal.Signals(number).name}: run the same command again")
 
 

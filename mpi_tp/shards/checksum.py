@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import xxhash
 
+from mpi_tp.errors import FileError
 from mpi_tp.shards.format import FileEntry
 
 CHUNK_BYTES = 16 << 20
@@ -29,12 +30,17 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
 
 
 def file_entry(path: Path) -> FileEntry:
-    """Return a file's entry in the manifest, with the checksum of all its bytes; OSError if it cannot be read."""
+    """Return a file's entry in the manifest, with the checksum of all its bytes; FileError if it cannot be read."""
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return FileEntry(path.name, path.stat().st_size, str(digest.hexdigest()))
+    size = 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror}") from error
+    return FileEntry(path.name, size, str(digest.hexdigest()))
 
 
 def digest_outside(descriptor: int, size: int, extents: Iterable[tuple[int, int]]) -> str:

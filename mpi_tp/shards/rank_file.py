@@ -58,13 +58,6 @@ class RankFile:
         """
         part = self.tensors[name]
         tensor = torch.empty(part.shape, dtype=part.dtype)
-        self.read_into(name, tensor)
-        return tensor
-
-    def read_into(self, name: str, tensor: torch.Tensor) -> None:
-        """Fill a contiguous CPU `tensor` of the part's shape and dtype; raises FileError as `read` does."""
-        part = self.tensors[name]
-        assert (tuple(tensor.shape), tensor.dtype) == (part.shape, part.dtype), f"{name}: {tensor.shape} {tensor.dtype}"
         digest = xxhash.xxh3_128()
         buffer = tensor_bytes(tensor)
         position = 0
@@ -78,6 +71,7 @@ class RankFile:
                 f"{self.path}: tensor {name} of rank {self.rank} is damaged: its checksum is {digest.hexdigest()}, "
                 f"written was {part.checksum}: shard the source again"
             )
+        return tensor
 
     def _read_piece(self, name: str, piece: memoryview, offset: int) -> int:
         where = f"{self.path}: tensor {name} of rank {self.rank}"
@@ -91,7 +85,10 @@ class RankFile:
 
     def _check_digest(self, entry: FileEntry) -> None:
         extents = [(part.offset, part.offset + part.num_bytes) for part in self.tensors.values() if part.num_bytes]
-        digest = digest_outside(self._descriptor, entry.size, extents)
+        try:
+            digest = digest_outside(self._descriptor, entry.size, extents)
+        except OSError as error:
+            raise FileError(f"{self.path} cannot be read: {error.strerror}") from error
         if digest != entry.digest:
             raise damaged(self.path, f"the digest of its metadata is {digest}, the manifest says {entry.digest}")
 

@@ -38,6 +38,34 @@ ShardSetWriter.add = add_and_wait
 sys.exit(sharder.program.run_program(sharder.__main__.main))
 """
 
+SIGNAL_IN_CLEAN_UP = """
+import os, shutil, signal, sys
+import sharder.__main__, sharder.program
+from mpi_tp.shards.writer import ShardSetWriter
+
+rmtree = shutil.rmtree
+
+def rmtree_when_stopped(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGTERM)
+    rmtree(*arguments, **options)
+
+def add(*arguments):
+    shutil.rmtree = rmtree_when_stopped
+    os.kill(os.getpid(), signal.SIGTERM)
+
+ShardSetWriter.add = add
+sys.exit(sharder.program.run_program(sharder.__main__.main))
+"""
+
+BROKEN = """
+import sys
+import sharder.__main__, sharder.program
+from mpi_tp.shards.writer import ShardSetWriter
+
+ShardSetWriter.add = lambda *arguments: 1 / 0
+sys.exit(sharder.program.run_program(sharder.__main__.main))
+"""
+
 
 def run(
     *arguments: str | Path, module: str = "sharder", preexec: Callable[[], None] | None = None
@@ -150,14 +178,18 @@ def test_damage_is_code_74_and_a_usage_error_2(tmp_path: Path) -> None:
     check_failure(run(tmp_path / "shards", "-o", tmp_path / "x.bin", module="sharder.merge"), 2, "must end with")
 
 
-def start_hanging(base: Path, target: Path, *flags: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HANGING, str(base), "--ranks", "2", "-o", str(target), *flags],
+def start(script: str, base: Path, target: Path, *flags: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script, str(base), "--ranks", "2", "-o", str(target), *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
+
+
+def start_hanging(base: Path, target: Path, *flags: str) -> subprocess.Popen[str]:
+    process = start(HANGING, base, target, *flags)
     assert process.stdout is not None
     assert process.stdout.readline() == "half\n"
     return process
@@ -171,6 +203,23 @@ def test_a_signal_removes_what_was_written(base: Path, tmp_path: Path, number: s
     assert process.returncode == 75
     assert errors.splitlines()[-1] == f"stopped by {number.name}: run the same command again"
     assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_signal_does_not_interrupt_the_clean_up(base: Path, tmp_path: Path) -> None:
+    """The first one is answered by a clean-up that sends the second one itself."""
+    process = start(SIGNAL_IN_CLEAN_UP, base, tmp_path / "shards")
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors.splitlines()[-1]) == (75, "stopped by SIGTERM: run the same command again")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unexpected_exception_is_an_internal_error(base: Path, tmp_path: Path) -> None:
+    process = start(BROKEN, base, tmp_path / "shards")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 70
+    assert errors.startswith("Traceback")
+    assert errors.splitlines()[-1] == "ZeroDivisionError: division by zero"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,9 +1,12 @@
 """A set that is not exactly what its manifest says is refused, and the message names file, tensor and rank."""
 
 import dataclasses
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import h5py
 import numpy as np
@@ -12,7 +15,7 @@ import torch
 
 from mpi_tp.errors import ConfigurationError, FileError
 from mpi_tp.partition.plan import PlannedTensor
-from mpi_tp.shards.checksum import checksum
+from mpi_tp.shards.checksum import checksum, file_entry
 from mpi_tp.shards.reader import ShardSet
 from tests.support.shards import (
     COLUMNS,
@@ -48,6 +51,24 @@ def test_no_folder_and_no_manifest(tmp_path: Path, shards: Path) -> None:
     (shards / "manifest.json").unlink()
     with pytest.raises(FileError, match=r"no manifest\.json.*python -m sharder SOURCE"):
         ShardSet.open(shards)
+
+
+def fails(*_: object) -> NoReturn:
+    raise OSError(errno.ESTALE, "Stale file handle")
+
+
+def test_a_rank_file_whose_metadata_cannot_be_read_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = ShardSet.open(shards)
+    monkeypatch.setattr(os, "pread", fails)
+    with pytest.raises(FileError, match=rf"{RANK_1} cannot be read: Stale file handle"):
+        opened.open_rank(1)
+
+
+def test_a_tokenizer_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises(FileError, match=r"tokenizer\.json cannot be read: Stale file handle"):
+        file_entry(tmp_path / "tokenizer.json")
 
 
 def test_a_missing_and_a_truncated_rank_file_are_found_before_any_is_read(shards: Path) -> None:
