@@ -1,10 +1,15 @@
 """The model's hyperparameters, under the names of Hugging Face's `config.json`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from mpi_tp.errors import ConfigurationError
+
+ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "none")
+"""What can stand between the layers of an MLP."""
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -80,28 +85,54 @@ class Fields:
 
     def integer(self, name: str, default: int | None = None) -> int:
         """Return a positive whole number."""
-        value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"config: {name} is {value!r}: it must be a whole number above 0")
-        return value
+        return _integer(name, self._value(name, default))
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return a positive number."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ConfigurationError(f"config: {name} is {value!r}: it must be a number above 0")
+            raise _wrong(name, value, "a number above 0")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return true or false."""
+        return _flag(name, self._value(name, default))
+
+    def choice(self, name: str, choices: Sequence[str], default: str | None = None) -> str:
+        """Return one of these texts."""
         value = self._value(name, default)
-        if not isinstance(value, bool):
-            raise ConfigurationError(f"config: {name} is {value!r}: it must be true or false")
-        return value
+        if value not in choices:
+            raise _wrong(name, value, f"one of {', '.join(choices)}")
+        return str(value)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Return a list of texts."""
+        return self._items(name, _text)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Return a list of positive whole numbers."""
+        return self._items(name, _integer)
+
+    def flags(self, name: str) -> tuple[bool, ...]:
+        """Return a list of true and false."""
+        return self._items(name, _flag)
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Return an object's raw values, none if it is missing or null."""
+        value = self._values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise _wrong(name, value, "an object")
+        return value or {}
 
     def optional(self, name: str) -> Any:
         """Return the raw value, None if it is missing or null."""
         return self._values.get(name)
+
+    def _items(self, name: str, read: Callable[[str, Any], _Item]) -> tuple[_Item, ...]:
+        values = self._value(name, None)
+        if not isinstance(values, list | tuple):
+            raise _wrong(name, values, "a list")
+        return tuple(read(f"{name}[{index}]", value) for index, value in enumerate(values))
 
     def _value(self, name: str, default: Any) -> Any:
         value = self._values.get(name)
@@ -109,3 +140,25 @@ class Fields:
         if value is None:
             raise ConfigurationError(f"config: {name} is missing: add it to config.json or pass --model-config FILE")
         return value
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _wrong(name, value, "a whole number above 0")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "true or false")
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _wrong(name, value, "text")
+    return value
+
+
+def _wrong(name: str, value: Any, wanted: str) -> ConfigurationError:
+    return ConfigurationError(f"config: {name} is {value!r}: it must be {wanted}")

@@ -4,8 +4,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from mpi_tp.config import ACTIVATIONS
 from mpi_tp.errors import UsageError
-from mpi_tp.models.mlp import ACTIVATIONS
 from mpi_tp.partition.plan import STRATEGIES, Strategy
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpi_tp.models.mlp import ACTIVATIONS
+from mpi_tp.config import ACTIVATIONS
 from mpi_tp.options import parse
 from mpi_tp.partition.plan import STRATEGIES
 from sharder import DTYPES, Sharder

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from mpi_tp.config import ACTIVATIONS
 from mpi_tp.errors import ConfigurationError, UsageError
 from mpi_tp.model_files import MODEL_CONFIG_FILE, read_json
 from mpi_tp.models.families import tensor_table
-from mpi_tp.models.mlp import ACTIVATIONS, is_mlp, mlp_config
+from mpi_tp.models.mlp import is_mlp, mlp_config
 from mpi_tp.partition.plan import TensorRow
 from mpi_tp.shards.checksum import tensor_bytes
 from mpi_tp.shards.dtypes import DTYPES, dtype_name, dtype_named

@@ -4,25 +4,25 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mpi_tp.config import MLPConfig
+from mpi_tp.config import ACTIVATIONS, Fields, MLPConfig
 from mpi_tp.errors import ConfigurationError
-from mpi_tp.models.transformer_table import second_of_pair
+from mpi_tp.models.transformer_table import first_of_pair, second_of_pair
 from mpi_tp.partition.plan import TensorRow
 from mpi_tp.partition.ranges import Blocks
-
-ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "none")
 
 _LAYER = re.compile(r"(?P<name>(?:[A-Za-z_]\w*\.)*(?P<index>\d+))\.(?:weight|bias)")
 
 
 def parse_mlp(config: Mapping[str, Any]) -> MLPConfig:
-    """Return the MLPConfig of a `config` as `mlp_config` makes it."""
-    return MLPConfig(
-        layer_names=tuple(config["layer_names"]),
-        layer_sizes=tuple(config["layer_sizes"]),
-        layer_biases=tuple(config["layer_biases"]),
-        activation=config["activation"],
-    )
+    """Return the MLPConfig of a `config` as `mlp_config` makes it; ConfigurationError for any other."""
+    fields = Fields(config)
+    names, sizes, biases = fields.texts("layer_names"), fields.integers("layer_sizes"), fields.flags("layer_biases")
+    if not names or len(sizes) != len(names) + 1 or len(biases) != len(names):
+        raise ConfigurationError(
+            f"config: {len(names)} layer_names go with {len(sizes)} layer_sizes and {len(biases)} layer_biases: "
+            "it must be one size more than names, and as many biases"
+        )
+    return MLPConfig(names, sizes, biases, fields.choice("activation", ACTIVATIONS))
 
 
 def is_mlp(shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -64,7 +64,5 @@ def mlp_table(config: MLPConfig) -> list[TensorRow]:
         if index % 2:
             rows += second_of_pair(name, outputs, inputs, Blocks(inputs), bias)
         else:
-            rows.append(TensorRow(name + ".weight", (outputs, inputs), (0, Blocks(outputs)), (0, Blocks(outputs))))
-            if bias:
-                rows.append(TensorRow(name + ".bias", (outputs,), (0, Blocks(outputs)), (0, Blocks(outputs))))
+            rows += first_of_pair(name, outputs, inputs, Blocks(outputs), bias)
     return rows

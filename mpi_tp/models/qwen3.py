@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpi_tp.config import Fields, ModelConfig
-from mpi_tp.models.qwen2 import refuse_mixed_windows
+from mpi_tp.models.qwen2 import QWEN_DEFAULTS, refuse_mixed_windows
 from mpi_tp.models.transformer_config import parse_transformer
 
 
@@ -13,5 +13,8 @@ def parse_qwen3(config: Mapping[str, Any]) -> ModelConfig:
     refuse_mixed_windows(config)
     attention_bias = Fields(config).flag("attention_bias", False)
     return parse_transformer(
-        {"head_dim": 128, **config}, attention_bias=attention_bias, output_bias=attention_bias, qk_norm=True
+        {**QWEN_DEFAULTS, "head_dim": 128, **config},
+        attention_bias=attention_bias,
+        output_bias=attention_bias,
+        qk_norm=True,
     )

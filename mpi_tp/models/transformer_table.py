@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mpi_tp.config import ModelConfig
-from mpi_tp.partition.plan import SplitAxis, TensorRow
+from mpi_tp.partition.plan import REPLICATED, SplitAxis, TensorRow
 from mpi_tp.partition.ranges import AxisPartition, Blocks, KeyValueHeads, QueryHeads
 
 
@@ -14,7 +14,7 @@ def transformer_table(config: ModelConfig) -> list[TensorRow]:
     rows = [TensorRow("model.embed_tokens.weight", embedding_shape, vocabulary, vocabulary)]
     for layer in range(config.num_hidden_layers):
         rows += _layer_rows(f"model.layers.{layer}.", config)
-    rows.append(TensorRow("model.norm.weight", (config.hidden_size,)))
+    rows.append(_norm("model.norm.weight", config.hidden_size))
     if not config.tie_word_embeddings:
         rows.append(TensorRow("lm_head.weight", embedding_shape, vocabulary, vocabulary))
     return rows
@@ -27,21 +27,26 @@ def _layer_rows(prefix: str, config: ModelConfig) -> Iterator[TensorRow]:
     heads_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
 
-    yield TensorRow(prefix + "input_layernorm.weight", (hidden,))
-    yield from _first(attention + "q_proj", heads_size, hidden, heads, config.attention_bias)
-    yield from _first(attention + "k_proj", kv_size, hidden, kv_heads, config.attention_bias)
-    yield from _first(attention + "v_proj", kv_size, hidden, kv_heads, config.attention_bias)
+    yield _norm(prefix + "input_layernorm.weight", hidden)
+    yield from first_of_pair(attention + "q_proj", heads_size, hidden, heads, config.attention_bias)
+    yield from first_of_pair(attention + "k_proj", kv_size, hidden, kv_heads, config.attention_bias)
+    yield from first_of_pair(attention + "v_proj", kv_size, hidden, kv_heads, config.attention_bias)
     if config.qk_norm:
-        yield TensorRow(attention + "q_norm.weight", (head_dim,))
-        yield TensorRow(attention + "k_norm.weight", (head_dim,))
+        yield _norm(attention + "q_norm.weight", head_dim)
+        yield _norm(attention + "k_norm.weight", head_dim)
     yield from second_of_pair(attention + "o_proj", hidden, heads_size, heads, config.output_bias)
-    yield TensorRow(prefix + "post_attention_layernorm.weight", (hidden,))
-    yield from _first(mlp + "gate_proj", inner, hidden, Blocks(inner), config.mlp_bias)
-    yield from _first(mlp + "up_proj", inner, hidden, Blocks(inner), config.mlp_bias)
+    yield _norm(prefix + "post_attention_layernorm.weight", hidden)
+    yield from first_of_pair(mlp + "gate_proj", inner, hidden, Blocks(inner), config.mlp_bias)
+    yield from first_of_pair(mlp + "up_proj", inner, hidden, Blocks(inner), config.mlp_bias)
     yield from second_of_pair(mlp + "down_proj", hidden, inner, Blocks(inner), config.mlp_bias)
 
 
-def _first(name: str, outputs: int, inputs: int, partition: AxisPartition, bias: bool) -> Iterator[TensorRow]:
+def _norm(name: str, size: int) -> TensorRow:
+    """The weight of a norm, which every rank needs whole."""
+    return TensorRow(name, (size,), REPLICATED, REPLICATED)
+
+
+def first_of_pair(name: str, outputs: int, inputs: int, partition: AxisPartition, bias: bool) -> Iterator[TensorRow]:
     """A linear layer that both strategies split by output features."""
     yield TensorRow(name + ".weight", (outputs, inputs), (0, partition), (0, partition))
     if bias:
@@ -56,4 +61,4 @@ def second_of_pair(name: str, outputs: int, inputs: int, partition: AxisPartitio
     by_output: SplitAxis = (0, Blocks(outputs))
     yield TensorRow(name + ".weight", (outputs, inputs), by_output, (1, partition))
     if bias:
-        yield TensorRow(name + ".bias", (outputs,), by_output, None)
+        yield TensorRow(name + ".bias", (outputs,), by_output, REPLICATED)

@@ -16,15 +16,18 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 SplitAxis = tuple[int, AxisPartition]
 """The axis that is split and how."""
 
+REPLICATED = None
+"""In the place of a SplitAxis: every rank holds the tensor whole."""
+
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One tensor of a checkpoint and the axis that each strategy splits; None: every rank holds it whole."""
+    """One tensor of a checkpoint and the axis that each strategy splits, or REPLICATED."""
 
     name: str
     shape: tuple[int, ...]
-    column_wise: SplitAxis | None = None
-    paired: SplitAxis | None = None
+    column_wise: SplitAxis | None
+    paired: SplitAxis | None
 
     def split(self, strategy: Strategy) -> SplitAxis | None:
         """Return the axis that `strategy` splits and how."""
@@ -67,7 +70,7 @@ def plan_shards(rows: Sequence[TensorRow], strategy: Strategy, size: int) -> dic
 
 def _plan_tensor(row: TensorRow, strategy: Strategy, size: int) -> PlannedTensor:
     split = row.split(strategy)
-    if split is None:
+    if split is REPLICATED:
         return PlannedTensor(row.name, row.shape, None, ())
     axis, partition = split
     return PlannedTensor(row.name, row.shape, axis, tuple(partition.ranges(rank, size) for rank in range(size)))

@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import torch
 
-from mpi_tp.partition.plan import PlannedTensor, Strategy, TensorRow, plan_shards
+from mpi_tp.partition.plan import REPLICATED, PlannedTensor, Strategy, TensorRow, plan_shards
 from mpi_tp.partition.ranges import Blocks
 from mpi_tp.shards.checksum import digest_outside
 from mpi_tp.shards.format import FileEntry, Manifest, SetOptions, SourceEntry
@@ -29,7 +29,10 @@ def set_options(ranks: int, strategy: Strategy = "column_wise", config: Mapping[
 def small_plan(ranks: int) -> dict[str, PlannedTensor]:
     """A tensor of 65 rows split over the ranks and one that all hold."""
     rows = Blocks(ROWS)
-    table = [TensorRow(SPLIT, (ROWS, COLUMNS), (0, rows), (0, rows)), TensorRow(WHOLE, (COLUMNS,))]
+    table = [
+        TensorRow(SPLIT, (ROWS, COLUMNS), (0, rows), (0, rows)),
+        TensorRow(WHOLE, (COLUMNS,), REPLICATED, REPLICATED),
+    ]
     return plan_shards(table, "column_wise", ranks)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from mpi_tp.comm.threads import run_ranks
+from mpi_tp.config import ACTIVATIONS
 from mpi_tp.engine.kv_cache import BLOCK_SIZE, allocate_cache, blocks_for
 from mpi_tp.engine.request import SamplingParams
 from mpi_tp.engine.sequence import Chunk, Sequence
@@ -19,7 +20,7 @@ from mpi_tp.layers.context import LayerContext
 from mpi_tp.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from mpi_tp.layers.linear import ColumnParallelLinear, GatheredLinear, RowParallelLinear, second_linear
 from mpi_tp.models.families import parse_config
-from mpi_tp.models.mlp import ACTIVATIONS, mlp_config
+from mpi_tp.models.mlp import mlp_config
 from mpi_tp.models.mlp_stack import MLPStack
 from mpi_tp.models.transformer_table import transformer_table
 from mpi_tp.partition.plan import STRATEGIES, TensorRow, plan_shards
