@@ -75,5 +75,8 @@ class RequestError(Exception):
     """One request cannot be served; the others can. `type` is the short name that its error record shows."""
 
     def __init__(self, type: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(type, message)  # both, or it could not be sent to the other ranks
         self.type = type
+
+    def __str__(self) -> str:
+        return str(self.args[1])

@@ -15,6 +15,7 @@ from tests.cli.test_launch import alone
 from tests.support.engines import byte_level_tokenizer
 from tests.support.sets import TEMPLATE, make_sets, save_checkpoint
 
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 SAMPLING = ("--temperature", 1.2, "--top-k", 100, "--seed", 7, "--max-new-tokens", 12)
 
 # What a line holds, and the type of its error, None for a good one.
@@ -44,17 +45,22 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 def infer(mpirun: MpiRun, ranks: int, shards: Path, *flags: str | Path | float) -> str:
     """Return what a run printed on stdout; it has to end well, with its figures last on stderr."""
-    return checked(mpirun(ranks, "-m", "mpi_tp.infer", "--shards", shards, *map(str, flags)))
+    return checked(mpirun(ranks, "-m", "mpi_tp.infer", "--shards", shards, *map(str, flags), env=WITHOUT_GPU))
 
 
 def infer_alone(shards: Path, *flags: str | Path | float, stdin: str = "") -> str:
     """Do the same on one rank without a launcher, which would stand between the program and its standard input."""
     command = [sys.executable, "-m", "mpi_tp.infer", "--shards", shards, *flags]
-    return checked(
-        subprocess.run(
-            list(map(str, command)), input=stdin, capture_output=True, text=True, cwd=ROOT, env=alone(), timeout=60
-        )
+    result = subprocess.run(
+        list(map(str, command)),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=alone(**WITHOUT_GPU),
+        timeout=60,
     )
+    return checked(result)
 
 
 def checked(result: subprocess.CompletedProcess[str]) -> str:

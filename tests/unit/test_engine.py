@@ -1,6 +1,7 @@
 """The engine over rank threads: whole requests, against transformers and against itself in other surroundings."""
 
 import functools
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -175,3 +176,9 @@ def test_logits_that_are_no_numbers_fail_their_request_alone():
 def test_a_request_that_just_fits_the_cache_is_served():
     [outcome] = serve(setting(num_blocks=2, eos_token_ids=FREE), [([1] * BLOCK_SIZE, greedy(BLOCK_SIZE))])
     assert len(outcome.completions[0].token_ids) == BLOCK_SIZE
+
+
+def test_a_refusal_reaches_other_processes_as_it_is():
+    [outcome] = serve(setting(), [([], greedy(1))])
+    received = pickle.loads(pickle.dumps(outcome)).error
+    assert (received.type, str(received)) == ("empty_prompt", "the prompt has no tokens")
