@@ -59,6 +59,7 @@ class LLM:
         if there are more or fewer of them than prompts.
         """
         own_params = _per_prompt(params, len(prompts))
+        self._job.leave_together()  # the script on another rank may take longer to come here than a step may
         with self._job.phase("generating"):
             if self._engine:
                 outcomes = self._lead(self._engine, prompts, own_params)

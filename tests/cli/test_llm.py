@@ -78,6 +78,19 @@ def test_an_exception_in_the_script_of_one_rank_ends_all(
     assert "never" not in result.stdout
 
 
+def test_a_rank_may_come_late(mpirun: MpiRun, sets: dict[int, Path], tmp_path: Path) -> None:
+    """The stall timeout counts while prompts run, not while the script of one rank does something else."""
+    script = write(
+        tmp_path,
+        "import sys, time\nfrom mpi_tp import LLM\n"
+        "llm = LLM(sys.argv[1], device='cpu', numerics='fast', stall_timeout=3)\n"
+        "if llm.rank == 0:\n    time.sleep(7)\n"
+        "print(len(llm.generate(['one'])))\n",
+    )
+    result = mpirun(2, script, sets[2])
+    assert (result.returncode, result.stdout) == (0, "1\n1\n"), result.stderr
+
+
 def test_wrong_arguments_are_told_once_and_without_traceback(
     mpirun: MpiRun, sets: dict[int, Path], tmp_path: Path
 ) -> None:
