@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> None:
     """Shard one checkpoint, as the command line `argv` says; raises JobError."""
     values = vars(parse(_parser(), argv, {}))
     del values["config"]
-    report = Sharder(**values).run()
+    report = Sharder(device_count=values.pop("ranks"), output_dir=values.pop("output"), **values).run()
     if report.lacks_tokenizer:
         print(
             f"warning: no tokenizer.json inside or beside {values['model_path']}: the set takes token ids only; "
@@ -53,8 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model_path", metavar="SOURCE", help="Hugging Face folder, .safetensors, .pt, .bin or .gguf")
-    add("--ranks", dest="device_count", metavar="N", type=int, required=True, help="number of MPI ranks to shard for")
-    add("-o", "--output", dest="output_dir", metavar="DIR", default="shards", help="folder of the set (%(default)s)")
+    add("--ranks", metavar="N", type=int, required=True, help="number of MPI ranks to shard for")
+    add("-o", "--output", metavar="DIR", default="shards", help="folder of the set (%(default)s)")
     add("--strategy", choices=STRATEGIES, default="column_wise", help="how layers are split (%(default)s)")
     add("--dtype", choices=DTYPES, default="source", help="what all tensors are cast to (%(default)s)")
     add("--model-config", metavar="FILE", help="config.json to use instead of the one in or beside SOURCE")

@@ -11,7 +11,7 @@ from mpi_tp.errors import ConfigurationError
 from mpi_tp.model_files import read_json
 from mpi_tp.models.families import parse_config
 from mpi_tp.partition.plan import plan_shards
-from mpi_tp.shards.checksum import file_entry, tensor_checksum
+from mpi_tp.shards.checksum import file_entry
 from mpi_tp.shards.format import MANIFEST_NAME, SetOptions
 from mpi_tp.shards.reader import ShardSet
 from mpi_tp.shards.writer import ShardSetWriter
@@ -98,9 +98,5 @@ def _compare(directory: Path, source: ModelSource) -> None:
     entries = ShardSet.open(directory).manifest.tensors
     with closing(source.read_ahead(entries)) as tensors, progress(source.total_bytes, "comparing") as bar:
         for name, tensor in tensors:
-            if tensor_checksum(tensor) != entries[name].checksum:
-                raise ConfigurationError(
-                    f"{directory}/ was made from another {source.reader.path}: tensor {name} differs: "
-                    "pass --overwrite to replace the set, or another folder with -o"
-                )
+            source.check_origin(directory, entries[name], tensor)
             bar.update(tensor.nbytes)

@@ -17,9 +17,9 @@ from mpi_tp.model_files import MODEL_CONFIG_FILE, read_json
 from mpi_tp.models.families import tensor_table
 from mpi_tp.models.mlp import is_mlp, mlp_config
 from mpi_tp.partition.plan import TensorRow
-from mpi_tp.shards.checksum import tensor_bytes
+from mpi_tp.shards.checksum import tensor_bytes, tensor_checksum
 from mpi_tp.shards.dtypes import DTYPES, dtype_name, dtype_named
-from mpi_tp.shards.format import SourceEntry, num_bytes
+from mpi_tp.shards.format import SourceEntry, TensorEntry, num_bytes
 from sharder.formats import CheckpointReader, open_checkpoint
 from sharder.names import canonical_names
 
@@ -54,10 +54,22 @@ class ModelSource:
         if self.dtype is None or tensor.dtype == self.dtype:
             return tensor
         cast = tensor.to(self.dtype)
-        if self.dtype == torch.float16 and not torch.equal(cast.isfinite(), tensor.isfinite()):
+        infinite = cast.isinf()
+        if infinite.any() and not torch.equal(infinite, tensor.isinf()):
             largest = tensor[tensor.isfinite()].abs().max().item()
-            raise ConfigurationError(f"tensor {name} holds {largest:g}, too large for float16: use --dtype bfloat16")
+            wider = "bfloat16" if self.dtype == torch.float16 else "source"
+            raise ConfigurationError(
+                f"tensor {name} holds {largest:g}, too large for {dtype_name(self.dtype)}: use --dtype {wider}"
+            )
         return cast
+
+    def check_origin(self, directory: Path, entry: TensorEntry, tensor: torch.Tensor) -> None:
+        """Raise ConfigurationError unless the set in `directory` has its tensor `entry` from this one's `tensor`."""
+        if (tensor.dtype, tensor_checksum(tensor)) != (entry.dtype, entry.checksum):
+            raise ConfigurationError(
+                f"{directory}/ was made from another {self.reader.path}: tensor {entry.name} differs: "
+                "shard it into another folder with -o, or replace the set with --overwrite"
+            )
 
     def read_ahead(self, names: Iterable[str]) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the tensors of those names in turn, each with its name, reading the next one meanwhile.

@@ -6,10 +6,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import torch
-
-from mpi_tp.errors import FileError
-from mpi_tp.shards.checksum import tensor_bytes
 from mpi_tp.shards.format import Manifest
 from mpi_tp.shards.reader import ShardSet
 from sharder.join import open_joiner
@@ -34,8 +30,8 @@ def main(argv: Sequence[str]) -> None:
 def verify(directory: Path, source_path: Path | None = None) -> Manifest:
     """Read the whole set and return its manifest.
 
-    Raises FileError for the first thing that is wrong, naming file, tensor and rank, or for a tensor that differs from
-    the checkpoint at `source_path`; ConfigurationError if that is no checkpoint of the set's model.
+    Raises FileError for the first thing that is wrong, naming file, tensor and rank; ConfigurationError if the set is
+    whole but the checkpoint at `source_path` is not the one that it was made from.
     """
     shards = ShardSet.open(directory)
     shards.open_tokenizer()
@@ -46,9 +42,9 @@ def verify(directory: Path, source_path: Path | None = None) -> Manifest:
         progress(sum(entry.num_bytes for entry in entries), "verifying") as bar,
     ):
         for entry in entries:
-            whole = joiner.join(entry)
+            joiner.join(entry)
             if source is not None:
-                _compare(shards, source, entry.name, whole)
+                source.check_origin(directory, entry, source.read(entry.name))
             bar.update(entry.num_bytes)
     return shards.manifest
 
@@ -58,12 +54,6 @@ def _open_same(shards: ShardSet, path: Path | None) -> AbstractContextManager[Mo
     if path is None:
         return nullcontext()
     return open_source(path, SourceOptions(shards.manifest.options.dtype, shards.config))
-
-
-def _compare(shards: ShardSet, source: ModelSource, name: str, whole: torch.Tensor) -> None:
-    expected = source.read(name)
-    if expected.dtype != whole.dtype or tensor_bytes(expected) != tensor_bytes(whole):
-        raise FileError(f"{shards.directory}/: tensor {name} differs from that of {source.reader.path}")
 
 
 if __name__ == "__main__":

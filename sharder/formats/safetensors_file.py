@@ -1,13 +1,14 @@
-"""Reader of one `.safetensors` file: 8 bytes of length, a JSON header, then the tensors back to back.
+"""One `.safetensors` file, read or written: 8 bytes of length, a JSON header, then the tensors back to back.
 
-The header is checked in full before any tensor is read: known dtypes, sizes that follow from shapes, and ranges
-that cover the data section without gap or overlap.
+When one is read, the header is checked in full before any tensor is: known dtypes, sizes that follow from shapes, and
+ranges that cover the data section without gap or overlap.
 """
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -39,6 +40,7 @@ DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -141,3 +143,18 @@ def _parse_entry(name: str, fields: Any, path: Path) -> _Entry:
             f"{path} is damaged: {name} takes {end - begin} bytes, {code} {shape} is {spec.num_bytes} bytes"
         )
     return _Entry(spec, begin, end)
+
+
+def write_safetensors(file: BinaryIO, specs: Mapping[str, TensorSpec], tensors: Iterable[torch.Tensor]) -> None:
+    """Write contiguous CPU `tensors`, which come one by one in the order of their `specs`; OSError if that fails."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, spec in specs.items():
+        end = position + spec.num_bytes
+        header[name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the tensors start at a multiple of 8
+    file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+    for tensor in tensors:
+        file.write(tensor_bytes(tensor))

@@ -120,7 +120,7 @@ def test_shard_again_verify_inspect_merge(base: Path, tmp_path: Path) -> None:
 
 
 def test_flags_may_come_from_a_file(base: Path, tmp_path: Path) -> None:
-    (tmp_path / "flags.yaml").write_text(f"device_count: 2\noutput_dir: {tmp_path}/shards\nstrategy: paired\n")
+    (tmp_path / "flags.yaml").write_text(f"ranks: 2\noutput: {tmp_path}/shards\nstrategy: paired\n")
     done = run(base, "--config", tmp_path / "flags.yaml")
     assert done.returncode == 0, done.stderr
     assert "2 ranks (paired)" in done.stdout

@@ -103,6 +103,22 @@ def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "shards").exists()
 
 
+def test_values_that_float32_cannot_hold_are_refused(tmp_path: Path) -> None:
+    tensors = {name: tensor.double() for name, tensor in hf_weights(LLAMA).items()}
+    tensors["model.norm.weight"][0] = float("inf")
+    tensors["model.norm.weight"][1] = 1e300
+    source = save(tmp_path, tensors, hf_config(LLAMA))
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ConfigurationError, match=rf"model\.norm\.weight holds 1e\+300, too large for {dtype}"):
+            Sharder(source, 2, tmp_path / "shards", dtype=dtype).run()  # type: ignore[arg-type]
+
+
+def test_8_bit_floats_are_cast(tmp_path: Path) -> None:
+    tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in hf_weights(LLAMA).items()}
+    Sharder(save(tmp_path, tensors, hf_config(LLAMA)), 2, tmp_path / "shards", dtype="bfloat16").run()
+    check_set(tmp_path / "shards", {name: tensor.bfloat16() for name, tensor in tensors.items()})
+
+
 def changed(**changes: Any) -> dict[str, torch.Tensor]:
     """The Llama's tensors with some replaced, added or, by None, left out; `__` stands for a dot."""
     tensors: dict[str, Any] = {

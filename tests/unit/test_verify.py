@@ -77,7 +77,7 @@ def test_a_set_equals_its_source_and_no_other(shards: Path, source: Path, tmp_pa
     tensors = dict(hf_weights(MODEL))
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
     torch.save({"model": tensors, "config": hf_config(MODEL)}, tmp_path / "other.pt")
-    with pytest.raises(FileError, match=r"tensor model\.norm\.weight differs from that of .*other\.pt"):
+    with pytest.raises(ConfigurationError, match=r"another .*other\.pt: tensor model\.norm\.weight differs"):
         verify(shards, tmp_path / "other.pt")
 
 
@@ -137,6 +137,12 @@ def test_merging_writes_over_no_other_model(shards: Path, tmp_path: Path) -> Non
     with pytest.raises(ConfigurationError, match=r"tokenizer\.json belongs to another model"):
         merge(shards, tmp_path / "base.pt")
     assert contents(tmp_path) == before
+
+
+def test_a_file_beside_the_output_that_cannot_be_read_is_named(shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(FileError, match=r"tokenizer\.json cannot be read: Is a directory"):
+        merge(shards, tmp_path / "base.pt")
 
 
 def test_merging_a_damaged_set_leaves_no_file(shards: Path, tmp_path: Path) -> None:
