@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mpi_tp.errors import ConfigurationError, FileError, JobError
-from sharder.formats import open_checkpoint
+from mpi_tp.errors import ConfigurationError, FileError, JobError, StoppedError
+from sharder.formats import open_checkpoint, torch_file
 from tests.support.checkpoints import bits_equal
 
 
@@ -223,3 +223,13 @@ def test_other_archives_are_refused(tmp_path: Path) -> None:
         archive.writestr("readme.txt", "no tensors")
     with pytest.raises(ConfigurationError, match=r"zip archive without data\.pkl"):
         open_checkpoint(tmp_path / "other.zip")
+
+
+def test_a_signal_while_the_structure_is_read_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise StoppedError("stopped by SIGTERM")
+
+    torch.save({"a": torch.ones(3)}, tmp_path / "base.pt")
+    monkeypatch.setattr(torch_file._StructureUnpickler, "persistent_load", stop)
+    with pytest.raises(StoppedError):
+        open_checkpoint(tmp_path / "base.pt")
