@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mpi_tp.engine.request import SamplingParams
-from mpi_tp.engine.sampler import choose_token, log_probability
+from mpi_tp.engine.sampler import choose_token, find_candidates, log_probability
 from mpi_tp.errors import UsageError
 
 DRAWS = 4000
@@ -25,10 +25,9 @@ def reference(logits, temperature=1.0, top_k=None, top_p=None):
     """Return every token's probability, by the definitions of top-k and then top-p."""
     probabilities = torch.softmax(torch.tensor(logits, dtype=torch.float64) / temperature, -1).numpy()
     kept = sorted(range(len(logits)), key=lambda token: -probabilities[token])[:top_k]
-    if top_p is not None:
-        total = sum(probabilities[token] for token in kept)
-        shares = [sum(probabilities[token] for token in kept[: count + 1]) / total for count in range(len(kept))]
-        kept = kept[: next(count for count, share in enumerate(shares) if share >= top_p) + 1]
+    if top_p is not None and top_p < 1:
+        sums = probabilities[kept].cumsum()
+        kept = kept[: next(count for count, share in enumerate(sums / sums[-1]) if share >= top_p) + 1]
     result = np.zeros(len(logits))
     result[kept] = probabilities[kept] / probabilities[kept].sum()
     return result
@@ -61,6 +60,20 @@ def test_tokens_come_with_their_probability_and_no_others_come(params):
     assert not counts[expected == 0].any()
     standard_errors = np.sqrt(expected * (1 - expected) / DRAWS)
     assert np.all(np.abs(counts / DRAWS - expected) <= 5 * standard_errors + 1e-9)
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 7, 300, 500])
+@pytest.mark.parametrize("top_p", [None, 0.01, 0.5, 0.9, 0.999, 1.0])
+@pytest.mark.parametrize("spread", [0.1, 1.0, 8.0])
+def test_candidates_are_those_of_the_sorted_vocabulary(spread, top_p, top_k):
+    """Logits in steps of 1/8 have many equals."""
+    for seed in range(3):
+        logits = np.round(random_logits(500, seed) * spread * 8) / 8
+        params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)
+        candidates, cumulative = find_candidates(logits, params)
+        expected = reference(logits, top_k=top_k, top_p=top_p)
+        assert set(candidates) == set(np.flatnonzero(expected))
+        np.testing.assert_allclose(cumulative / cumulative[-1], expected[candidates].cumsum(), rtol=1e-12)
 
 
 def test_top_k_keeps_the_lower_ids_of_equals():
