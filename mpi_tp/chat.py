@@ -54,7 +54,7 @@ class ChatTemplate:
                 documents=None,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # a template is a program, and may fail like any
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
 
 

@@ -87,4 +87,4 @@ def _read_input(options: InferOptions) -> Iterator[Line]:
     else:
         source = None if options.input == STDIN else options.input
         lines = read_lines(source, options.sampling, chat=options.chat, system=options.system)
-    return itertools.islice(lines, options.limit)
+    return itertools.islice(lines, options.limit and min(options.limit, sys.maxsize))

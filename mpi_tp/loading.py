@@ -11,6 +11,7 @@ from mpi_tp.config import MLPConfig
 from mpi_tp.errors import ConfigurationError
 from mpi_tp.kernels.base import Kernels
 from mpi_tp.layers.context import LayerContext
+from mpi_tp.memory import fitting
 from mpi_tp.models.causal_lm import CausalLM
 from mpi_tp.models.families import parse_config, tensor_table
 from mpi_tp.models.mlp_stack import MLPStack
@@ -51,7 +52,7 @@ def load_model(
 ) -> tuple[CausalLM | MLPStack, LoadFigures]:
     """Build the set's model from this rank's file, tensor by tensor; `on_progress` is called after each.
 
-    Raises FileError for damaged data, ConfigurationError for a set of another plan.
+    Raises FileError for damaged data, ConfigurationError for a set of another plan and for too little memory.
     """
     plan = check_plan(shards)
     taken: dict[str, int] = {}
@@ -69,6 +70,7 @@ def load_model(
     start = time.perf_counter()
     config = parse_config(shards.config)
     context = LayerContext(comm, kernels, plan, device, take)
-    model = MLPStack(context, config) if isinstance(config, MLPConfig) else CausalLM(context, config)
+    with fitting(f"rank {comm.rank}'s part of the model on its {device.type}", "use more ranks"):
+        model = MLPStack(context, config) if isinstance(config, MLPConfig) else CausalLM(context, config)
     assert taken.keys() == plan.keys(), f"tensors that no layer took: {sorted(plan.keys() - taken.keys())}"
     return model, LoadFigures(sum(taken.values()), time.perf_counter() - start)

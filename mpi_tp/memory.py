@@ -2,9 +2,12 @@
 
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+from mpi_tp.errors import ConfigurationError
 
 CPU_SHARE = 0.5
 """Of the memory that is available to the job; the rest is for activations, the page cache and everyone else."""
@@ -17,6 +20,17 @@ def cache_budget(device: torch.device, ranks_sharing: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE) // ranks_sharing
     return int(min(_host_available(), *_cgroups_available()) * CPU_SHARE) // ranks_sharing
+
+
+@contextmanager
+def fitting(what: str, advice: str) -> Iterator[None]:
+    """Turn memory that cannot be allocated in the block into a ConfigurationError that gives `advice`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "allocate" not in str(error):  # torch has a type for it on GPUs only
+            raise
+        raise ConfigurationError(f"{what} does not fit in memory: {advice}") from error
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -17,7 +17,7 @@ from mpi_tp.kernels import select
 from mpi_tp.launch import Job
 from mpi_tp.loading import LoadFigures, load_model
 from mpi_tp.machine_options import MachineOptions
-from mpi_tp.memory import cache_budget
+from mpi_tp.memory import cache_budget, fitting
 from mpi_tp.models.cache_size import bytes_per_token
 from mpi_tp.models.causal_lm import CausalLM
 from mpi_tp.models.families import parse_config
@@ -85,7 +85,9 @@ def open_runner(session: Session) -> Runner:
                 "less: raise --kv-memory, or use more ranks"
             )
         num_blocks = min(num_blocks, wanted)
-        caches = allocate_cache(config, num_blocks, job.rank, job.size, session.dtype, session.device)
+        what = f"a key/value cache of {num_blocks * block_bytes} bytes on rank {job.rank}"
+        with fitting(what, "lower --kv-memory or --max-batch-size"):
+            caches = allocate_cache(config, num_blocks, job.rank, job.size, session.dtype, session.device)
     return Runner(model, caches, session.device)
 
 

@@ -29,6 +29,7 @@ class Tokenizer:
         self._backend = backend
         self._chat_template = ChatTemplate(chat_template, special_tokens) if chat_template else None
         vocabulary = backend.get_vocab(with_added_tokens=True)
+        self._longest_token = max(len(token) for token in vocabulary)
         self._byte_ids = frozenset(id for token, id in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
         added_tokens = backend.get_added_tokens_decoder()
         # Some models forget to mark the token that ends their answers as a special one.
@@ -58,6 +59,13 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt, with the BOS in front if the model's tokenizer puts one there."""
         return self._backend.encode(text).ids
+
+    def is_surely_longer(self, text: str, num_tokens: int) -> bool:
+        """Say, at once, whether a text is too long for so many tokens even if each were the longest one.
+
+        Encoding megabytes takes seconds, during which no other thread of the process runs.
+        """
+        return len(text) > num_tokens * self._longest_token
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a conversation up to where the answer begins, by the model's chat template.

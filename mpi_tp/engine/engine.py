@@ -76,7 +76,7 @@ class Engine:
         Raises RequestError if it cannot be encoded, is empty, holds ids outside the vocabulary, fills the context,
         needs more cache than there is, or asks for stop strings of a model without tokenizer.
         """
-        prompt_ids = encode_prompt(prompt, self.tokenizer)
+        prompt_ids = encode_prompt(prompt, self.tokenizer, self._context_length)
         self._check(prompt_ids, params)
         max_length = self._max_length(prompt_ids, params)
         sequences = [

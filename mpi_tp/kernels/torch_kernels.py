@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from mpi_tp.kernels.base import AttentionInputs, Cache
 
-ACTIVATIONS = {
+_FUNCTIONS = {
     "relu": torch.relu,
     "gelu": functional.gelu,
     "silu": functional.silu,
@@ -99,7 +99,7 @@ class TorchKernels:
 
     def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Return relu, gelu (exact, by erf), silu, tanh or none of x."""
-        return ACTIVATIONS[name](x)
+        return _FUNCTIONS[name](x)
 
     def write_kv(self, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cache: Cache, slots_T: torch.Tensor) -> None:
         """Store keys and values [T, G, D] in the caches [P, S, G, D] at their slots."""

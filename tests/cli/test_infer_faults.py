@@ -127,6 +127,19 @@ def test_an_output_that_grows_too_large_leaves_nothing_behind(sets: dict[int, Pa
     assert list(output.parent.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--kv-memory", "1K"), ("for 16 tokens", "raise --kv-memory")),
+        (("--kv-memory", "1000000T", "--max-batch-size", "1" + "0" * 14), ("does not fit", "lower --kv-memory")),
+    ],
+)
+def test_a_cache_that_memory_does_not_hold(
+    sets: dict[int, Path], flags: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    check_failure(infer_alone(sets[1], *flags), 78, *words)
+
+
 class SlowInput:
     """A named pipe that lines are written to while the job runs. (Some launchers lose what they get on stdin.)"""
 

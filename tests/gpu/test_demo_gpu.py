@@ -22,9 +22,7 @@ def test_float32_token_ids_equal_transformers(mpirun, demo_gguf, ranks, strategy
     subprocess.run([sys.executable, "-m", "sharder", demo_gguf, *map(str, options)], check=True)
     output = tmp_path / "out.jsonl"
     flags = ["--input", prompts, "--output", output, "--max-new-tokens", 24, "--comm", comm, "--share-gpu"]
-    result = mpirun(
-        ranks, "-m", "mpi_tp.infer", "--shards", tmp_path / "set", "--device", "cuda", *flags, timeout=300
-    )
+    result = mpirun(ranks, "-m", "mpi_tp.infer", "--shards", tmp_path / "set", "--device", "cuda", *flags, timeout=300)
     print(result.stderr)
     assert result.returncode == 0, result.stderr
     for line, golden in zip(output.read_text().splitlines(), GOLDEN, strict=True):

@@ -205,6 +205,8 @@ def test_unusable_template_is_refused(chat_template: Any, message: str, tmp_path
     [
         (TEMPLATE, "no tools here"),
         ("{{ messages[0].content + 1 }}", "refuses these messages"),
+        ("{{ 1 // (messages | length - 1) }}", "refuses these messages"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "refuses these messages"),
         ("{{ messages[0].name.first }}", "refuses these messages"),
         ("{{ messages.append(1) }}", "refuses these messages"),
         ("{{ messages.__class__.__mro__ }}", "refuses these messages"),
@@ -294,3 +296,8 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     assert checker.add("b") == "<b"
     assert checker.add("<|en") == ""
     assert checker.add("ough") == "<|enough"
+
+
+def test_a_text_of_megabytes_is_known_to_be_too_long_without_encoding(tokenizer: Tokenizer) -> None:
+    assert tokenizer.is_surely_longer("a" * 1_000_000, 1000)
+    assert not tokenizer.is_surely_longer("a", 1)
