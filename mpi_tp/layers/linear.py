@@ -79,7 +79,7 @@ class RowParallelLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the whole output [T, N]."""
         y = self._comm.all_reduce(self._kernels.linear(x, self._weight))
-        return y if self._bias is None else y + self._bias
+        return y if self._bias is None else y.add_(self._bias)
 
 
 def second_linear(context: LayerContext, name: str, input_sizes: Sequence[int]) -> Linear:

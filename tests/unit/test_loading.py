@@ -10,7 +10,7 @@ from mpi_tp.errors import ConfigurationError
 from mpi_tp.kernels import select
 from mpi_tp.loading import load_model
 from mpi_tp.memory import fitting
-from mpi_tp.models.families import parse_config, tensor_table
+from mpi_tp.models.families import tensor_table
 from mpi_tp.models.mlp import mlp_config
 from mpi_tp.models.mlp_stack import MLPStack
 from mpi_tp.partition.plan import TensorRow, plan_shards
@@ -72,8 +72,8 @@ def test_a_set_that_is_split_in_another_way_is_refused(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_not_there_is_told_with_advice() -> None:
-    with pytest.raises(ConfigurationError, match="the cache does not fit in memory: take less"):
-        with fitting("the cache", "take less"):
-            torch.empty(2**60, dtype=torch.uint8)
+    refused = pytest.raises(ConfigurationError, match="the cache does not fit in memory: take less")
+    with refused, fitting("the cache", "take less"):
+        torch.empty(2**60, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="must match"), fitting("the cache", "take less"):
         torch.zeros(2) + torch.zeros(3)
