@@ -68,15 +68,15 @@ def test_the_wrong_number_of_ranks(mpirun: MpiRun, sets: dict[int, Path]) -> Non
     check_failure(infer(mpirun, 3, sets[2]), 78, f"{sets[2]}/ {hint}")
 
 
-def test_invariant_numerics_on_a_gpu_that_is_not_there(mpirun: MpiRun, sets: dict[int, Path]) -> None:
-    result = infer(mpirun, 2, sets[2], "--numerics", "invariant", "--device", "cuda")
+def test_invariant_numerics_on_a_gpu_that_is_not_there(sets: dict[int, Path]) -> None:
+    result = infer_alone(sets[1], "--numerics", "invariant", "--device", "cuda")
     check_failure(result, 78, "no GPU is visible", "--device cpu")
 
 
-def test_a_missing_shard_file(mpirun: MpiRun, copied: Path) -> None:
+def test_a_missing_shard_file(copied: Path) -> None:
     name = "rank-00001-of-00002.h5"
     (copied / name).unlink()
-    check_failure(infer(mpirun, 2, copied), 74, name, "No such file")
+    check_failure(infer_alone(copied), 74, name, "No such file")
 
 
 def test_a_damaged_tensor(mpirun: MpiRun, copied: Path) -> None:
@@ -87,11 +87,12 @@ def test_a_damaged_tensor(mpirun: MpiRun, copied: Path) -> None:
     check_failure(infer(mpirun, 2, copied), 74, "[rank 1/2]", name, f"tensor {tensor} of rank 1 is damaged")
 
 
-def test_a_file_of_another_set(mpirun: MpiRun, copied: Path, tmp_path: Path) -> None:
-    other = make_sets(save_checkpoint(tmp_path / "model"), tmp_path, 2, strategy="paired")[2]
-    name = "rank-00001-of-00002.h5"
-    shutil.copy(other / name, copied / name)
-    check_failure(infer(mpirun, 2, copied), 74, name)
+def test_a_file_of_another_set(sets: dict[int, Path], tmp_path: Path) -> None:
+    mixed = Path(shutil.copytree(sets[1], tmp_path / "mixed"))
+    other = make_sets(save_checkpoint(tmp_path / "model"), tmp_path, 1, strategy="paired")[1]
+    name = "rank-00000-of-00001.h5"
+    shutil.copy(other / name, mixed / name)
+    check_failure(infer_alone(mixed), 74, name, "shard the source again")
 
 
 def test_no_set_at_all(tmp_path: Path) -> None:
