@@ -109,6 +109,7 @@ def _serve_on_rank(
         except RequestError as error:
             outcomes[key] = Outcome(key, 0, [], error)
     while not engine.is_idle:
+        engine.keep_alive()  # a step without tokens may come at any time
         for outcome in engine.step():
             assert outcome.key not in outcomes
             outcomes[outcome.key] = outcome

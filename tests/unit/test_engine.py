@@ -80,6 +80,13 @@ def test_more_prompts_than_the_cache_holds():
     assert token_ids(crowded) == token_ids(serve(setting(num_blocks=200, max_batch_size=64), requests))
 
 
+def test_prompts_run_in_chunks_give_the_same(monkeypatch):
+    requests = [(prompt, SamplingParams(10, 1.0, seed=seed)) for seed, prompt in enumerate(PROMPTS)]
+    whole = serve(setting(), requests, 2)
+    monkeypatch.setattr("mpi_tp.engine.scheduler.MAX_STEP_TOKENS", 7)
+    assert token_ids(serve(setting(), requests, 2)) == token_ids(whole)
+
+
 def test_log_probabilities_are_those_of_the_raw_logits():
     params = SamplingParams(8, temperature=0.7, top_k=5, seed=3, logprobs=True)
     [outcome] = serve(setting(eos_token_ids=FREE), [(PROMPTS[1], params)], 3)
