@@ -6,6 +6,9 @@ from typing import Literal
 
 from mpi_tp.errors import UsageError
 
+MAX_SAMPLES = 16_384
+"""Of one prompt: a single one with millions would starve all the others."""
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -37,7 +40,7 @@ class SamplingParams:
             ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
             ("top_k", self.top_k is None or _is_count(self.top_k), "a whole number of at least 1"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("n", _is_count(self.n), "a whole number of at least 1"),
+            ("n", _is_count(self.n) and self.n <= MAX_SAMPLES, f"a whole number from 1 to {MAX_SAMPLES}"),
             ("seed", isinstance(self.seed, int), "a whole number"),
             ("stop", _are_texts(self.stop), "a tuple of texts that are not empty"),
         )

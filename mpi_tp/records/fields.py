@@ -12,8 +12,6 @@ from mpi_tp.records.lines import JsonObject, LineError, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-MAX_SAMPLES = 16_384  # a single line with n in the millions would starve all the others
-
 # Options of other servers that would change the result and that we do not have, with the values that change nothing.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -79,13 +77,6 @@ def text(name: str, value: object, type: str = "invalid_prompt") -> str:
     return value
 
 
-def _samples(name: str, value: object) -> int:
-    samples = whole_number(name, value)
-    if samples > MAX_SAMPLES:
-        raise LineError("invalid_option", f"{name} is {samples}: it must be at most {MAX_SAMPLES}")
-    return samples
-
-
 def _stop(name: str, value: object) -> tuple[str, ...]:
     texts = value if isinstance(value, list) else [value]
     return tuple(text(name, item, "invalid_option") for item in texts)
@@ -97,7 +88,7 @@ _READERS: Mapping[str, Callable[[str, object], Any]] = {
     "top_k": whole_number,
     "top_p": number,
     "seed": whole_number,
-    "n": _samples,
+    "n": whole_number,
     "stop": _stop,
     "ignore_eos": flag,
     "logprobs": flag,

@@ -1,6 +1,6 @@
 """The demo model the whole way: GGUF, shards, mpirun, records; transformers' greedy tokens are the oracle.
 
-`MPI_TP_EXHAUSTIVE=1` adds every rank count one prompt at a time, which takes long.
+`MPI_TP_EXHAUSTIVE=1` runs every rank count in every test, in one batch and one prompt at a time, which takes long.
 """
 
 import json
@@ -16,6 +16,7 @@ GOLDEN = [json.loads(line) for line in (Path(__file__).parents[1] / "golden" / "
 NEW_TOKENS = 24
 RANKS = (1, 2, 3, 4, 7)
 EXHAUSTIVE = os.environ.get("MPI_TP_EXHAUSTIVE") == "1"
+SOME_RANKS = RANKS if EXHAUSTIVE else (1, 3, 7)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_float32_column_wise_equals_transformers_and_itself(
     shutil.rmtree(tmp_path / "set")
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", SOME_RANKS)
 def test_float32_paired_equals_transformers(mpirun, checkpoints, prompts, ranks, tmp_path):
     source = checkpoints / "float32" / "base.pt"
     run_tool("sharder", source, "--ranks", ranks, "--strategy", "paired", "-o", tmp_path / "set")
@@ -94,11 +95,11 @@ def test_float32_paired_equals_transformers(mpirun, checkpoints, prompts, ranks,
     shutil.rmtree(tmp_path / "set")
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", SOME_RANKS)
 def test_bfloat16_column_wise_equals_itself(mpirun, checkpoints, prompts, ranks, single_rank_bytes, tmp_path):
     run_tool("sharder", checkpoints / "bfloat16" / "base.pt", "--ranks", ranks, "-o", tmp_path / "set")
     output = infer(mpirun, tmp_path / "set", ranks, prompts, "--logprobs")
     assert output == single_rank_bytes.setdefault("bfloat16", output)
-    if EXHAUSTIVE or ranks == 2:
+    if EXHAUSTIVE or ranks == 3:
         assert infer(mpirun, tmp_path / "set", ranks, prompts, "--logprobs", "--max-batch-size", 5) == output
     shutil.rmtree(tmp_path / "set")

@@ -180,7 +180,7 @@ def test_one_stop_text_needs_no_list(config):
         ("sampling: {temperature: hot}", ("sampling.temperature is 'hot'", "a number")),
         ("sampling: {logprobs: 3}", ("sampling.logprobs is '3'", "true or false")),
         ("sampling: {stop: [[a]]}", ("sampling.stop is ['a']", "one value")),
-        ("sampling: {n: 0}", ("n is 0", "at least 1")),
+        ("sampling: {n: 0}", ("n is 0", "from 1 to 16384")),
         ("communication: {backend: tcp}", ("communication.backend is 'tcp'", "auto, nccl, mpi")),
         ("batching: {kv_memory: lots}", ("batching.kv_memory", "'lots'", "4GiB")),
         ("batching: {max_batch_size: -1}", ("batching.max_batch_size", "'-1'")),
