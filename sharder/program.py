@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -49,6 +50,6 @@ def balance(rank_bytes: Sequence[int]) -> str:
     return f"{max(rank_bytes) * len(rank_bytes) / sum(rank_bytes):.3f}"
 
 
-def progress(num_bytes: int, what: str) -> "tqdm[None]":
+def progress(num_bytes: int, what: str) -> "tqdm[NoReturn]":
     """Return a progress bar over that many bytes; it shows on a terminal only."""
     return tqdm(total=num_bytes, desc=what, unit="B", unit_scale=True, disable=None)

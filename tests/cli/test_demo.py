@@ -16,7 +16,7 @@ GOLDEN = [json.loads(line) for line in (Path(__file__).parents[1] / "golden" / "
 NEW_TOKENS = 24
 RANKS = (1, 2, 3, 4, 7)
 EXHAUSTIVE = os.environ.get("MPI_TP_EXHAUSTIVE") == "1"
-SOME_RANKS = RANKS if EXHAUSTIVE else (1, 3, 7)
+SOME_RANKS = RANKS if EXHAUSTIVE else (1, 7)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +100,6 @@ def test_bfloat16_column_wise_equals_itself(mpirun, checkpoints, prompts, ranks,
     run_tool("sharder", checkpoints / "bfloat16" / "base.pt", "--ranks", ranks, "-o", tmp_path / "set")
     output = infer(mpirun, tmp_path / "set", ranks, prompts, "--logprobs")
     assert output == single_rank_bytes.setdefault("bfloat16", output)
-    if EXHAUSTIVE or ranks == 3:
+    if EXHAUSTIVE or ranks == 7:
         assert infer(mpirun, tmp_path / "set", ranks, prompts, "--logprobs", "--max-batch-size", 5) == output
     shutil.rmtree(tmp_path / "set")
