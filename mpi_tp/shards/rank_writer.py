@@ -18,6 +18,9 @@ _NO_SET_ID = "0" * 32
 _WRITE_BYTES = 1 << 20  # ext4 takes 16 MiB at once four times slower
 
 
+_FLUSH_BYTES = 64 << 20  # what one file may have in the page cache before it is brought to the disk and dropped
+
+
 class RankFileWriter:
     """One rank's file: `add` every tensor, then `finish`; `close` in any case. OSError when the disk refuses."""
 
@@ -25,6 +28,7 @@ class RankFileWriter:
         self._path = path
         self._rank = rank
         self._extents: list[tuple[int, int]] = []
+        self._num_cached = 0
         self._file = h5py.File(
             path,
             "w",
@@ -53,6 +57,18 @@ class RankFileWriter:
         while position < len(elements):
             piece = elements[position : position + _WRITE_BYTES]
             position += os.pwrite(self._descriptor, piece, offset + position)
+        self._num_cached += len(elements)
+        if self._num_cached >= _FLUSH_BYTES:
+            self._drop_cached()
+
+    def _drop_cached(self) -> None:
+        """Bring what was written to the disk and give its memory back: the next pages are the same ones again.
+
+        So a set as large as the disk neither drives everything else out of memory nor waits for new pages of it.
+        """
+        os.fdatasync(self._descriptor)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._num_cached = 0
 
     def finish(self, set_id: str) -> FileEntry:
         """Write the identity of the set, bring all bytes to the disk and return the file's entry in the manifest."""
