@@ -27,8 +27,8 @@ class Runner:
             block_tables=self._put(plan.block_tables),
             slots=self._put(plan.slots),
         )
-        hidden = self._model(self._put(plan.ids), inputs, self._caches)
-        return self._model.logits(hidden[self._put(plan.logit_rows)])
+        hidden = self._model(self._put(plan.ids), inputs, self._caches, self._put(plan.logit_rows))
+        return self._model.logits(hidden)
 
     def _put(self, array: NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)

@@ -16,6 +16,27 @@ Cache = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
+class AttentionHeads:
+    """The heads of one rank's attention.
+
+    `kv_index` [H] int64 names the local key/value head of each local query head, ascending. `q_norm` and `k_norm` [D]
+    are the weights of an RMSNorm over each head, both None where the model has none.
+    """
+
+    kv_index: torch.Tensor
+    num_kv_heads: int
+    head_dim: int
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    norm_eps: float = 0.0
+
+    @property
+    def num_heads(self) -> int:
+        """How many query heads the rank has."""
+        return len(self.kv_index)
+
+
+@dataclass(frozen=True)
 class AttentionInputs:
     """Where the step's tokens stand: one row a token, tokens of one sequence in ascending position.
 
@@ -52,31 +73,37 @@ class Kernels(Protocol):
         """Return x [..., K] over its root mean square, times `weight` [K]; the statistics are in float32 or finer."""
         ...
 
-    def rotary(self, x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-        """Rotate heads [T, H, D] by position: halves (not pairs) belong together, as in Hugging Face's models.
-
-        `cos` and `sin` are float32 [T, D] (the two halves equal).
-        """
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + delta [T, K] and its `rms_norm`; x may be overwritten."""
         ...
 
-    def silu_mul(self, gate_TN: torch.Tensor, up_TN: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up [T, N]."""
+    def prepare_gated(self, gate_NK: torch.Tensor, up_NK: torch.Tensor) -> Any:
+        """Pack the weights of gate and up, [N, K] each, into the form that `gated_linear` takes."""
+        ...
+
+    def gated_linear(self, x_TK: torch.Tensor, weight: Any, bias_2N: torch.Tensor | None = None) -> torch.Tensor:
+        """Return silu(x · gateᵀ) * (x · upᵀ) [T, N]; `bias` holds gate's, then up's."""
         ...
 
     def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Return relu, gelu (exact, by erf), silu, tanh or none of x."""
         ...
 
-    def write_kv(
+    def rotate_and_store(
         self,
-        k_TGD: torch.Tensor,
-        v_TGD: torch.Tensor,
+        qkv: torch.Tensor,
+        heads: AttentionHeads,
+        rotation: tuple[torch.Tensor, torch.Tensor],
         cache: Cache,
-        slots_T: torch.Tensor,
-    ) -> None:
-        """Store keys and values of the step's tokens in the caches [P, S, G, D] at their slots.
+        inputs: AttentionInputs,
+    ) -> torch.Tensor:
+        """Split q, k and v [T, (H + 2G) * D]; return q [T, H, D], rotated; store k, rotated, and v in the cache.
 
-        In which order a block holds its numbers is up to the kernels; blocks can be copied whole.
+        Heads go through their norm first, if they have one. `rotation` is float32 cos and sin [T, D], the two halves
+        equal; halves (not pairs) of a head belong together, as in Hugging Face's models. In which order a block of the
+        cache holds its numbers is up to the kernels; blocks can be copied whole.
         """
         ...
 
@@ -84,14 +111,17 @@ class Kernels(Protocol):
         self,
         q_THD: torch.Tensor,
         cache: Cache,
-        kv_index_H: torch.Tensor,
+        heads: AttentionHeads,
         inputs: AttentionInputs,
-        scale: float,
         window: int | None,
     ) -> torch.Tensor:
         """Return causal attention [T, H, D] of each token over its own sequence, up to and with itself.
 
-        `kv_index` [H] int64 names the local key/value head of each local query head. With a `window` w a token sees
-        itself and the w - 1 before it; None is unlimited.
+        Scores are scaled by D ** -0.5. With a `window` w a token sees itself and the w - 1 before it; None is
+        unlimited.
         """
+        ...
+
+    def argmax(self, x_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each row's largest number [R] and the first column [R] that holds it; a NaN counts as largest."""
         ...

@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional
 
 from mpi_tp.kernels import invariant_attention, invariant_linear, invariant_rows
-from mpi_tp.kernels.base import AttentionInputs, Cache
+from mpi_tp.kernels.base import AttentionHeads, AttentionInputs, Cache
+from mpi_tp.kernels.composed import ComposedKernels
 from mpi_tp.kernels.simd import LANES
 
 UNLIMITED = 2**62
@@ -44,7 +45,7 @@ def _array(x: torch.Tensor) -> Any:
     return x.contiguous().numpy()
 
 
-class InvariantKernels:
+class InvariantKernels(ComposedKernels):
     """The `Kernels` protocol in loops compiled for this CPU, one thread a rank."""
 
     activation_dtype: torch.dtype | None = torch.float32
@@ -114,9 +115,8 @@ class InvariantKernels:
         self,
         q_THD: torch.Tensor,
         cache: Cache,
-        kv_index_H: torch.Tensor,
+        heads: AttentionHeads,
         inputs: AttentionInputs,
-        scale: float,
         window: int | None,
     ) -> torch.Tensor:
         """Return causal attention [T, H, D] of each token over its own sequence."""
@@ -125,7 +125,15 @@ class InvariantKernels:
         size, width = values_PGSD.shape[2:]
         fits = size % LANES == width % LANES == 0
         attend = invariant_attention.attend if fits else invariant_attention.attend_any
-        where = (kv_index_H, inputs.positions, inputs.sequence_ids, inputs.block_tables)
+        where = (heads.kv_index, inputs.positions, inputs.sequence_ids, inputs.block_tables)
         limit = UNLIMITED if window is None else window
-        attend(_array(q_THD), keys_PGDS.numpy(), values_PGSD.numpy(), *map(_array, where), scale, limit, y_THD.numpy())
+        attend(
+            _array(q_THD),
+            keys_PGDS.numpy(),
+            values_PGSD.numpy(),
+            *map(_array, where),
+            heads.head_dim**-0.5,
+            limit,
+            y_THD.numpy(),
+        )
         return y_THD

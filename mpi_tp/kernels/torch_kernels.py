@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from mpi_tp.kernels.base import AttentionInputs, Cache
+from mpi_tp.kernels.base import AttentionHeads, AttentionInputs, Cache
+from mpi_tp.kernels.composed import ComposedKernels
 
 _FUNCTIONS = {
     "relu": torch.relu,
@@ -56,7 +57,7 @@ def group_sequences(inputs: AttentionInputs, block_size: int) -> list[SequenceGr
     return groups
 
 
-class TorchKernels:
+class TorchKernels(ComposedKernels):
     """The `Kernels` protocol in torch's own operators; results are equal within rounding from batch to batch."""
 
     activation_dtype: torch.dtype | None = None
@@ -110,20 +111,19 @@ class TorchKernels:
         self,
         q_THD: torch.Tensor,
         cache: Cache,
-        kv_index_H: torch.Tensor,
+        heads: AttentionHeads,
         inputs: AttentionInputs,
-        scale: float,
         window: int | None,
     ) -> torch.Tensor:
         """Return causal attention [T, H, D] of each token over its own sequence."""
         keys, values = (stored.flatten(0, 1) for stored in cache)
         result = torch.empty_like(q_THD)
         for group in self._groups(inputs, cache[0].shape[1]):
-            places = group.slots[:, None], kv_index_H[:, None]
+            places = group.slots[:, None], heads.kv_index[:, None]
             k_BHLD, v_BHLD = keys[places], values[places]
             q_BHCD = q_THD[group.tokens].transpose(1, 2)
             mask = group.mask(window)
-            y = functional.scaled_dot_product_attention(q_BHCD, k_BHLD, v_BHLD, attn_mask=mask, scale=scale)
+            y = functional.scaled_dot_product_attention(q_BHCD, k_BHLD, v_BHLD, attn_mask=mask)
             result[group.tokens] = y.transpose(1, 2)
         return result
 

@@ -15,13 +15,13 @@ class VocabParallelEmbedding:
         planned = context.plan[f"{name}.weight"]
         self._comm = context.comm
         self._kernels = context.kernels
-        self._start = sum(planned.sizes[: context.comm.rank])
+        self.start = sum(planned.sizes[: context.comm.rank])
         self.sizes = planned.sizes
         self.weight = context.kernels.prepare(context.take(f"{name}.weight"))
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Return hidden states [T, K] of ids [T]."""
-        rows = self._kernels.embedding(ids, self.weight, self._start)
+        rows = self._kernels.embedding(ids, self.weight, self.start)
         # Adding zero here makes a stored -0.0 the same +0.0 that a sum with another rank's zeros gives.
         return self._comm.all_reduce(rows).add_(0.0)
 
@@ -35,8 +35,21 @@ class ParallelLMHead:
         self._comm = context.comm
         self._kernels = context.kernels
         self._sizes = embedding.sizes
+        self._start = embedding.start
         self._weight = embedding.weight if weight is None else context.kernels.prepare(weight)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [R, V] of hidden states [R, K], the same on every rank."""
         return self._comm.all_gather(self._kernels.linear(hidden, self._weight), self._sizes)
+
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the likeliest token [R] int64 of hidden states [R, K], on every rank; -1 where logits are not finite.
+
+        Only each rank's best is gathered. Of equal logits the lowest token wins, as in an argmax over all of them.
+        """
+        values, columns = self._kernels.argmax(self._kernels.linear(hidden, self._weight))
+        best = torch.stack((values.float(), (columns + self._start).float()), dim=-1)  # ids below 2^24 are exact
+        by_rank = self._comm.all_gather(best, [2] * self._comm.size).unflatten(-1, (-1, 2))
+        values, ids = by_rank.unbind(-1)
+        value, owner = values.max(dim=-1, keepdim=True)
+        return torch.where(value.isfinite(), ids.gather(-1, owner), -1.0).squeeze(-1).long()

@@ -25,7 +25,7 @@ class Linear(Protocol):
 class ColumnParallelLinear:
     """x [T, K] to this rank's outputs [T, N/R]. No collective.
 
-    With several names, the layers' outputs stand side by side: one product for q, k and v, or for gate and up.
+    With several names, the layers' outputs stand side by side: one product for q, k and v.
     """
 
     def __init__(self, context: LayerContext, *names: str) -> None:
@@ -34,7 +34,7 @@ class ColumnParallelLinear:
         self.output_sizes = [len(weight) for weight in weights]
         self._kernels = context.kernels
         self._weight = context.kernels.prepare(torch.cat(weights))
-        self._bias = _join_biases(biases)
+        self._bias = join_biases(biases)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's outputs, [T, sum(output_sizes)]."""
@@ -89,7 +89,8 @@ def second_linear(context: LayerContext, name: str, input_sizes: Sequence[int]) 
     return RowParallelLinear(context, name)
 
 
-def _join_biases(biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+def join_biases(biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the biases of layers that are computed in one product, end to end; None if they have none."""
     present = [bias for bias in biases if bias is not None]
     assert len(present) in (0, len(biases)), "layers computed in one product have biases all or none"
     return torch.cat(present) if present else None

@@ -16,3 +16,9 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised x, [..., K]."""
         return self._kernels.rms_norm(x, self._weight, self._eps)
+
+    def add(self, x: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + delta [T, K] (None adds nothing; x may be overwritten) and that sum normalised."""
+        if delta is None:
+            return x, self(x)
+        return self._kernels.add_rms_norm(x, delta, self._weight, self._eps)

@@ -27,11 +27,17 @@ class DecoderLayer:
         self.mlp = GatedMLP(context, f"{name}.mlp")
 
     def __call__(
-        self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], inputs: AttentionInputs, cache: Cache
-    ) -> torch.Tensor:
-        """Return the stream [T, K] after this layer."""
-        x = x + self.self_attn(self.input_layernorm(x), rotation, inputs, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        inputs: AttentionInputs,
+        cache: Cache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the stream [T, K] and what is to be added to it; `delta` is what the layer before left to add."""
+        x, normed = self.input_layernorm.add(x, delta)
+        x, normed = self.post_attention_layernorm.add(x, self.self_attn(normed, rotation, inputs, cache))
+        return x, self.mlp(normed)
 
 
 class CausalLM:
@@ -44,14 +50,26 @@ class CausalLM:
         self.norm = RMSNorm(context, "model.norm", config.rms_norm_eps)
         self.lm_head = ParallelLMHead(context, self.embed_tokens, "lm_head")
 
-    def __call__(self, ids: torch.Tensor, inputs: AttentionInputs, caches: list[Cache]) -> torch.Tensor:
-        """Run the step's tokens, ids [T], against the cache of each layer; return hidden states [T, K]."""
+    def __call__(
+        self, ids: torch.Tensor, inputs: AttentionInputs, caches: list[Cache], rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run the step's tokens, ids [T], against the cache of each layer; return hidden states [R, K] of `rows` [R].
+
+        `rows` None is all of them.
+        """
         rotation = self.rotary(inputs.positions)
-        x = self.embed_tokens(ids)
+        x: torch.Tensor = self.embed_tokens(ids)
+        delta: torch.Tensor | None = None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, rotation, inputs, cache)
-        return x
+            x, delta = layer(x, delta, rotation, inputs, cache)
+        if rows is not None:
+            x, delta = x[rows], None if delta is None else delta[rows]
+        return self.norm.add(x, delta)[1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return next-token logits [R, vocabulary] of hidden states [R, K], the same on every rank."""
-        return self.lm_head(self.norm(hidden))
+        return self.lm_head(hidden)
+
+    def greedy_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the likeliest next token [R] int64 of hidden states [R, K]; -1 where the logits are not finite."""
+        return self.lm_head.greedy(hidden)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mpi_tp.kernels import select
-from mpi_tp.kernels.base import AttentionInputs
+from mpi_tp.kernels.base import AttentionHeads, AttentionInputs
 
 KERNELS = select(torch.device("cpu"), "invariant", torch.bfloat16)
 BATCHES = (1, 2, 3, 5, 8, 16, 33)
@@ -127,7 +127,10 @@ class Paged:
         self.q = [random(rng, n, heads, width) for n in self.lengths]
         self.k, self.v = ([random(rng, n, kv_heads, width) for n in self.lengths] for _ in range(2))
         self.kv_index = torch.arange(heads) * kv_heads // heads
-        self.scale = width**-0.5
+        self.kv_heads, self.width = kv_heads, width
+
+    def heads(self) -> AttentionHeads:
+        return AttentionHeads(self.kv_index, self.kv_heads, self.width)
 
     def run(self, chunks: list[list[tuple[int, int, int]]], window: int | None) -> list[torch.Tensor]:
         """Run steps, each a list of (sequence, first, end), on a fresh cache; return the results by sequence."""
@@ -153,7 +156,7 @@ class Paged:
         )
         k, v, q = (torch.cat([whole[s][a:b] for s, a, b in step]) for whole in (self.k, self.v, self.q))
         KERNELS.write_kv(k, v, cache, inputs.slots)
-        y = KERNELS.attention(q, cache, self.kv_index, inputs, self.scale, window)
+        y = KERNELS.attention(q, cache, self.heads(), inputs, window)
         for (s, a, b), part in zip(step, y.split([b - a for _, a, b in step]), strict=True):
             results[s][a:b] = part
 

@@ -8,7 +8,7 @@ import torch
 
 from mpi_tp.errors import ConfigurationError
 from mpi_tp.kernels import select
-from mpi_tp.kernels.base import AttentionInputs, Kernels
+from mpi_tp.kernels.base import AttentionHeads, AttentionInputs, Kernels
 
 CPU = torch.device("cpu")
 BOTH = pytest.mark.parametrize("numerics", ["invariant", "fast"])
@@ -154,7 +154,7 @@ def test_attention(numerics, window, heads, kv_heads, width):
     k, v = random(1, sum(lengths), kv_heads, width), random(2, sum(lengths), kv_heads, width)
     kernels.write_kv(k, v, cache, whole.slots)
     q = random(3, sum(counts), heads, width)
-    y = kernels.attention(q, cache, kv_index, inputs, width**-0.5, window)
+    y = kernels.attention(q, cache, AttentionHeads(kv_index, kv_heads, width), inputs, window)
     sequences = zip(q.split(counts), k.split(lengths), v.split(lengths), strict=True)
     expected = torch.cat([plain_attention(*parts, kv_index, width**-0.5, window) for parts in sequences])
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=2e-6)
@@ -168,10 +168,62 @@ def test_attention_of_no_tokens(numerics):
         torch.zeros(0, dtype=torch.int64),
     )
     cache = torch.zeros(2, 16, 1, 8), torch.zeros(2, 16, 1, 8)
-    y = kernels_for(numerics).attention(
-        torch.zeros(0, 2, 8), cache, torch.zeros(2, dtype=torch.int64), inputs, 1.0, None
-    )
+    heads = AttentionHeads(torch.zeros(2, dtype=torch.int64), 1, 8)
+    y = kernels_for(numerics).attention(torch.zeros(0, 2, 8), cache, heads, inputs, None)
     assert y.shape == (0, 2, 8)
+
+
+@BOTH
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotate_and_store(normed, numerics):
+    kernels, heads, kv_heads, width = kernels_for(numerics), 5, 2, 8
+    inputs, blocks = paged([3, 20, 1], [3, 2, 1], 16, seed=1)
+    norms = {"q_norm": random(4, width), "k_norm": random(5, width), "norm_eps": 1e-5} if normed else {}
+    attention_heads = AttentionHeads(torch.tensor([0, 0, 1, 1, 1]), kv_heads, width, **norms)
+    qkv = random(2, 6, (heads + 2 * kv_heads) * width)
+    angles = random(3, 6, width // 2)
+    rotation = tuple(torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
+    cache = tuple(torch.full((blocks, 16, kv_heads, width), 7.0) for _ in range(2))
+    expected_cache = tuple(torch.full((blocks, 16, kv_heads, width), 7.0) for _ in range(2))
+    y = kernels.rotate_and_store(qkv, attention_heads, rotation, cache, inputs)
+    q, k, v = qkv.unflatten(-1, (-1, width)).split((heads, kv_heads, kv_heads), dim=1)
+    if normed:
+        q, k = (
+            torch.nn.functional.rms_norm(x, (width,), norms[name], 1e-5) for x, name in ((q, "q_norm"), (k, "k_norm"))
+        )
+    kernels.write_kv(kernels.rotary(k, *rotation), v, expected_cache, inputs.slots)
+    torch.testing.assert_close(y, kernels.rotary(q, *rotation))
+    for stored, expected in zip(cache, expected_cache, strict=True):
+        torch.testing.assert_close(stored, expected)
+
+
+@BOTH
+@pytest.mark.parametrize("biased", [False, True])
+def test_gated_linear(biased, numerics):
+    kernels = kernels_for(numerics)
+    x, gate, up = random(1, 4, 30), random(2, 37, 30), random(3, 37, 30)
+    bias = random(4, 74) if biased else None
+    y = kernels.gated_linear(x, kernels.prepare_gated(gate, up), bias)
+    b_gate, b_up = bias.split(37) if biased else (0, 0)
+    torch.testing.assert_close(y, torch.nn.functional.silu(x @ gate.T + b_gate) * (x @ up.T + b_up))
+
+
+@BOTH
+def test_add_rms_norm(numerics):
+    kernels, x, delta, weight = kernels_for(numerics), random(1, 5, 64), random(2, 5, 64), random(3, 64)
+    total = x + delta
+    added, normed = kernels.add_rms_norm(x, delta, weight, 1e-5)
+    assert torch.equal(added, total)
+    torch.testing.assert_close(normed, torch.nn.functional.rms_norm(total, (64,), weight, 1e-5))
+
+
+@BOTH
+def test_argmax_takes_the_first_of_equals(numerics):
+    x = torch.tensor([[1.0, 3.0, 3.0, 2.0], [-5.0, -math.inf, -4.0, -4.0], [0.0, math.nan, math.inf, 1.0]])
+    values, columns = kernels_for(numerics).argmax(x)
+    assert columns.tolist() == [1, 2, 1]
+    assert values[:2].tolist() == [3.0, -4.0]
+    assert values[2].isnan()
 
 
 @BOTH

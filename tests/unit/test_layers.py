@@ -188,6 +188,24 @@ def test_a_vocabulary_that_no_rank_count_divides(size, tied, numerics):
     assert_on_all([logits for _, logits in results], functional.linear(hidden, weights[f"{names[-1]}.weight"]))
 
 
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("size", [*RANKS, 7])
+def test_the_likeliest_token_of_a_split_vocabulary(size, numerics):
+    """Equal logits on several ranks, and rows that hold what is no number, against an argmax over all of them."""
+    weight = randn(VOCABULARY, 24).round()
+    weight[[3, 70, 200, 256]] = weight[3] * 10
+    hidden = torch.stack((weight[3], *randn(4, 24).round(), torch.full((24,), float("nan"))))
+
+    def forward(context):
+        return ParallelLMHead(context, VocabParallelEmbedding(context, "embed"), "head").greedy(hidden)
+
+    expected = functional.linear(hidden, weight).argmax(-1)
+    expected[-1] = -1
+    assert expected[0] == 3
+    results = on_ranks(size, vocabulary_rows("embed"), {"embed.weight": weight}, "column_wise", numerics, forward)
+    assert all(torch.equal(tokens, expected) for tokens in results)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("numerics", NUMERICS)
 def test_minus_zero_in_an_embedding_has_the_same_bits_at_any_rank_count(numerics, dtype):
