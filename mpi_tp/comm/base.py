@@ -24,7 +24,8 @@ class Communicator(Protocol):
     def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
         """Concatenate along `dim` what the ranks hold; rank r's tensor has `sizes[r]` (0 is allowed) there.
 
-        Returns a new contiguous tensor [..., sum(sizes), ...], the same bits on every rank.
+        Returns a contiguous tensor [..., sum(sizes), ...], the same bits on every rank; `tensor` itself if it is all
+        there is.
         """
         ...
 
