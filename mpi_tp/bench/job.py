@@ -7,13 +7,20 @@ from typing import BinaryIO
 import torch
 
 from mpi_tp.atomic import replacing
-from mpi_tp.bench import comm, linear
+from mpi_tp.bench import comm, decode, linear, load, throughput
 from mpi_tp.bench.chart import Chart, draw, load_pyplot
 from mpi_tp.bench.chosen_model import ChosenModel
 from mpi_tp.bench.report import Row, as_json, describe, heading, table
-from mpi_tp.bench.settings import BenchOptions, CommOptions, LinearOptions
+from mpi_tp.bench.settings import (
+    BenchOptions,
+    CommOptions,
+    DecodeOptions,
+    LinearOptions,
+    LoadOptions,
+    ThroughputOptions,
+)
 from mpi_tp.launch import Job
-from mpi_tp.session import Machine, open_machine
+from mpi_tp.session import Machine, open_machine, open_shards
 
 
 def bench(job: Job, options: BenchOptions) -> int:
@@ -43,12 +50,23 @@ def _open(path: Path, files: contextlib.ExitStack) -> BinaryIO:
 def _measure(job: Job, options: BenchOptions) -> tuple[Machine, Chart, list[Row]]:
     """Run the measurement; return its rows, on rank 0 at least, and how they are drawn."""
     match options.settings:
+        case DecodeOptions() as settings:
+            model = ChosenModel.open(job, settings.model)
+            machine = open_machine(job, options.machine, model.dtype)
+            return machine, decode.CHART, decode.measure(machine, model, settings)
+        case ThroughputOptions() as settings:
+            model = ChosenModel.open(job, settings.model)
+            machine = open_machine(job, options.machine, model.dtype)
+            return machine, throughput.CHART, throughput.measure(machine, model, settings)
+        case LoadOptions() as settings:
+            shards = open_shards(job, settings.shards)
+            machine = open_machine(job, options.machine, shards.weights_dtype)
+            return machine, load.CHART, load.measure(machine, shards, settings.rounds)
         case CommOptions() as settings:
             return _measure_comm(job, options, settings)
         case LinearOptions() as settings:
             machine = open_machine(job, options.machine, torch.float32)
             return machine, linear.CHART, linear.measure(machine, settings)
-    raise AssertionError(f"no measurement for {options.command}")
 
 
 def _measure_comm(job: Job, options: BenchOptions, settings: CommOptions) -> tuple[Machine, Chart, list[Row]]:

@@ -16,8 +16,8 @@ from mpi_tp.bench.settings import BenchOptions
 from mpi_tp.run_report import device_name, versions
 from mpi_tp.session import Machine
 
-Row = Mapping[str, str | int | float | None]
-"""One measurement; None: not measured here. All rows of a bench have the same keys."""
+Row = Mapping[str, Any]
+"""One measurement: texts, numbers, or None for what was not measured here. All rows of a bench have the same keys."""
 
 
 def describe(options: BenchOptions, machine: Machine) -> dict[str, Any]:

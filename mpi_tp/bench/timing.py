@@ -27,14 +27,15 @@ def synchronize(device: torch.device) -> None:
 
 def seconds_per_call(call: Callable[[], object], machine: Machine) -> float:
     """Return how long a call takes, one after the other, on the slowest rank; collective."""
-    once = _round_seconds(call, 1, machine), _round_seconds(call, 1, machine)  # the first warms up
+    once = round_seconds(call, 1, machine), round_seconds(call, 1, machine)  # the first warms up
     wanted = min(MAX_CALLS, max(1, round(ROUND_SECONDS / once[1])))
     num_calls: int = machine.comm.bcast_object(wanted)
-    rounds = [_round_seconds(call, num_calls, machine) / num_calls for _ in range(ROUNDS)]
+    rounds = [round_seconds(call, num_calls, machine) / num_calls for _ in range(ROUNDS)]
     return max(machine.comm.all_gather_object(statistics.median(rounds)))
 
 
-def _round_seconds(call: Callable[[], object], num_calls: int, machine: Machine) -> float:
+def round_seconds(call: Callable[[], object], num_calls: int, machine: Machine) -> float:
+    """Return how long so many calls take on this rank, all ranks starting together; collective."""
     synchronize(machine.device)
     machine.comm.barrier()
     start = time.perf_counter()
@@ -62,7 +63,7 @@ def copy_bytes_per_second(machine: Machine) -> float:
     """Return what this rank reads and writes a second in a large copy, while all ranks copy; collective."""
     source = torch.ones(COPY_BYTES[machine.device.type], dtype=torch.uint8, device=machine.device)
     target = torch.empty_like(source)
-    rounds = [_round_seconds(lambda: target.copy_(source), 1, machine) for _ in range(ROUNDS + 1)]
+    rounds = [round_seconds(lambda: target.copy_(source), 1, machine) for _ in range(ROUNDS + 1)]
     return 2 * source.nbytes / statistics.median(rounds[1:])
 
 
