@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mpi_tp.bench.chart import Chart
 from mpi_tp.bench.chosen_model import ChosenModel
+from mpi_tp.bench.decode_case import PROFILED_STEPS, DecodeCase
 from mpi_tp.bench.report import Row
 from mpi_tp.bench.requests import random_prompt, submit
 from mpi_tp.bench.settings import WARM_UP_STEPS, DecodeOptions
@@ -22,58 +23,17 @@ from mpi_tp.comm.base import Communicator
 from mpi_tp.comm.mpi import MpiCommunicator
 from mpi_tp.comm.nccl import NcclCommunicator
 from mpi_tp.engine.engine import Engine, follow
-from mpi_tp.engine.kv_cache import blocks_for
-from mpi_tp.engine.runner import Runner
-from mpi_tp.engine.scheduler import MAX_STEP_TOKENS
-from mpi_tp.errors import ConfigurationError
 from mpi_tp.session import Machine, Session, open_engine, open_runner
 
 CHART = Chart("batch_size", ("tokens_per_s",), logarithmic=True)
 
-PROFILED_STEPS = 5
-"""After those that count, under torch's profiler."""
-SPARE_STEPS = 4
-"""A sequence must not end before the last step that counts, with steps in flight behind it."""
-
-
-@dataclass(frozen=True)
-class DecodeCase:
-    """One batch size, and how it comes to the wanted context.
-
-    Prompts run in steps of MAX_STEP_TOKENS, beside which those that are through already decode: on average, each has
-    half of these steps' tokens more when the last is through.
-    """
-
-    batch_size: int
-    prompt_length: int
-    prompt_steps: int
-    steps: int
-
-    @classmethod
-    def plan(cls, batch_size: int, context: int, steps: int) -> "DecodeCase":
-        """Choose prompts so that the mean context of the steps that count is `context`."""
-        room = MAX_STEP_TOKENS - batch_size
-        length = (context - WARM_UP_STEPS - steps // 2) / (1 + batch_size / (2 * room))
-        prompt_length = max(1, round(length))
-        return cls(batch_size, prompt_length, -(-batch_size * prompt_length // room), steps)
-
-    @property
-    def max_new_tokens(self) -> int:
-        """What each sequence may generate: enough for all steps."""
-        return self.prompt_steps + WARM_UP_STEPS + self.steps + PROFILED_STEPS + SPARE_STEPS
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of a sequence at its end."""
-        return self.prompt_length + self.max_new_tokens
-
 
 @dataclass(frozen=True)
 class DecodeFigures:
-    """Seconds of each step that counts, and the share of collectives in them."""
+    """Seconds of each step that counts, and the share of collectives in them, None if it is not known."""
 
     step_seconds: list[float]
-    comm_share: float
+    comm_share: float | None
 
 
 def measure(machine: Machine, model: ChosenModel, settings: DecodeOptions) -> list[Row]:
@@ -81,6 +41,10 @@ def measure(machine: Machine, model: ChosenModel, settings: DecodeOptions) -> li
 
     Raises ConfigurationError if the sequences do not fit into the model's context or the cache.
     """
+    with machine.job.phase("planning the steps"):
+        cases = [DecodeCase.plan(size, settings.context, settings.steps) for size in settings.batch_sizes]
+        for case in cases:
+            case.check_context(model.config.max_position_embeddings)
     with machine.job.phase("measuring copies"):
         copies = machine.comm.all_gather_object(copy_bytes_per_second(machine))
     if isinstance(machine.comm, MpiCommunicator):
@@ -88,12 +52,11 @@ def measure(machine: Machine, model: ChosenModel, settings: DecodeOptions) -> li
     session = model.load(machine)
     runner = open_runner(session)
     engine = open_engine(session, runner)
-    cases = [DecodeCase.plan(size, settings.context, settings.steps) for size in settings.batch_sizes]
     weight_bytes = mean_weight_bytes(model, machine.comm.size)
     rows = []
     with machine.job.phase("decoding"):
         for case in cases:
-            check_fits(case, model, runner)
+            case.check_cache(runner.num_blocks)
         if engine is None:
             follow(session.comm, runner, machine.job.progress)
         else:
@@ -116,27 +79,14 @@ def mean_weight_bytes(model: ChosenModel, ranks: int) -> float:
     return sum(shape.numel() for shape in shapes) * model.dtype.itemsize / ranks
 
 
-def check_fits(case: DecodeCase, model: ChosenModel, runner: Runner) -> None:
-    """Raise ConfigurationError if the sequences do not fit into a step, the model's context or the cache."""
-    if case.max_length > model.config.max_position_embeddings:
-        raise ConfigurationError(
-            f"--context and --steps take {case.max_length} tokens and the model's context holds "
-            f"{model.config.max_position_embeddings}: lower them"
-        )
-    wanted = case.batch_size * blocks_for(case.max_length)
-    if wanted > runner.num_blocks:
-        raise ConfigurationError(
-            f"batch size {case.batch_size} takes {wanted} blocks of key/value cache and there are {runner.num_blocks}: "
-            "raise --kv-memory, or lower --batch-sizes, --context or --steps"
-        )
-
-
 def _decode(engine: Engine, session: Session, case: DecodeCase, vocab_size: int) -> DecodeFigures:
     """Run one batch size from its prompts to its end, on rank 0."""
     generator = random.Random(case.batch_size)
 
     def step() -> None:
-        engine.step()
+        for outcome in engine.step():
+            if outcome.error:
+                raise outcome.error
         session.job.progress()
 
     for key in range(case.batch_size):
@@ -156,7 +106,7 @@ def _clock(step: Callable[[], None], comm: Communicator, num_steps: int) -> Deco
         step()
         times.append(time.perf_counter())
     step_seconds = [end - start for start, end in pairwise(times)]
-    comm_share = 0.0
+    comm_share: float | None = 0.0
     if isinstance(comm, TimedMpiCommunicator):
         comm_share = (comm.seconds - comm_start) / sum(step_seconds)
     elif isinstance(comm, NcclCommunicator):
@@ -164,7 +114,7 @@ def _clock(step: Callable[[], None], comm: Communicator, num_steps: int) -> Deco
     return DecodeFigures(step_seconds, comm_share)
 
 
-def _profiled_share(step: Callable[[], None]) -> float:
+def _profiled_share(step: Callable[[], None]) -> float | None:
     """Return NCCL's share of the device's time in some more steps."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(PROFILED_STEPS):

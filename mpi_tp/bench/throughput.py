@@ -59,15 +59,20 @@ def measure(machine: Machine, model: ChosenModel, settings: ThroughputOptions) -
     return rows
 
 
+def draw_lengths(settings: ThroughputOptions) -> list[tuple[int, int]]:
+    """Return the tokens of each prompt and of its answer."""
+    generator = random.Random(settings.seed)
+    return [
+        (generator.randint(*settings.input_len), generator.randint(*settings.output_len))
+        for _ in range(settings.requests)
+    ]
+
+
 def _serve(engine: Engine, settings: ThroughputOptions, vocab_size: int, machine: Machine) -> Row:
     generator = random.Random(settings.seed)
     warm_up = [(random_prompt(generator, WARM_UP_PROMPT, vocab_size), WARM_UP_TOKENS)]
     run_queue(engine, warm_up * min(settings.requests, machine.options.max_batch_size), machine.job.progress)
-    lengths = [
-        (generator.randint(*settings.input_len), generator.randint(*settings.output_len))
-        for _ in range(settings.requests)
-    ]
-    queue = [(random_prompt(generator, length, vocab_size), new_tokens) for length, new_tokens in lengths]
+    queue = [(random_prompt(generator, length, vocab_size), answer) for length, answer in draw_lengths(settings)]
     return summarise(run_queue(engine, queue, machine.job.progress))
 
 

@@ -41,7 +41,10 @@ class TimedMpiCommunicator(MpiCommunicator):
         self.seconds += time.perf_counter() - start
 
 
-def nccl_share(device_seconds: Mapping[str, float]) -> float:
-    """Return the share of NCCL's kernels in what the device did, by the names of its kernels and copies."""
-    total = sum(device_seconds.values())
-    return sum(seconds for name, seconds in device_seconds.items() if "nccl" in name.lower()) / total
+def nccl_share(device_times: Mapping[str, float]) -> float | None:
+    """Return the share of NCCL's kernels in what the device did, by the names of its kernels and copies.
+
+    None if nothing was seen: not every machine lets its users profile.
+    """
+    total = sum(device_times.values())
+    return sum(time for name, time in device_times.items() if "nccl" in name.lower()) / total if total else None

@@ -11,12 +11,14 @@ from mpi_tp.session import Machine
 
 ROUNDS = 5
 """Of each measurement; the median counts."""
-ROUND_SECONDS = 0.05
+ROUND_SECONDS = 0.02
 """How long a round should take, at least."""
 MAX_CALLS = 1000
 """In a round: more would fill the queue of a GPU."""
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 """How much a copy moves: more than any cache holds."""
+COPIES = 8
+"""In a round: starting one on a GPU takes a per cent of its time."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -49,6 +51,7 @@ def round_seconds(call: Callable[[], object], num_calls: int, machine: Machine) 
 
 def capture(call: Callable[[], object], device: torch.device, num_calls: int = 1) -> Callable[[], None]:
     """Return what replays `num_calls` calls as one CUDA graph."""
+    synchronize(device)
     with torch.cuda.stream(torch.cuda.Stream(device)):
         call()  # what is made at the first call must not be part of the graph
     synchronize(device)
@@ -63,8 +66,8 @@ def copy_bytes_per_second(machine: Machine) -> float:
     """Return what this rank reads and writes a second in a large copy, while all ranks copy; collective."""
     source = torch.ones(COPY_BYTES[machine.device.type], dtype=torch.uint8, device=machine.device)
     target = torch.empty_like(source)
-    rounds = [round_seconds(lambda: target.copy_(source), 1, machine) for _ in range(ROUNDS + 1)]
-    return 2 * source.nbytes / statistics.median(rounds[1:])
+    rounds = [round_seconds(lambda: target.copy_(source), COPIES, machine) for _ in range(ROUNDS + 1)]
+    return 2 * source.nbytes * COPIES / statistics.median(rounds[1:])
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float]:
