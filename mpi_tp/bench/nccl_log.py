@@ -8,7 +8,11 @@ _CHOICE = re.compile(r"\w+: \d+ Bytes -> Algo (?P<algorithm>\w+) proto (?P<proto
 
 
 class NcclLog:
-    """The log of this process's NCCL, in a file; make it before NCCL's first call, which reads the settings."""
+    """The log of this process's NCCL, in a file; make it before NCCL's first call, which reads the settings.
+
+    NCCL cannot be told to stop: each eager collective of this rank is slower by the writing of one line. What a graph
+    replays writes nothing.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -17,9 +21,13 @@ class NcclLog:
 
     def newest_choice(self) -> str | None:
         """Return algorithm and protocol of the last collective since this was asked before; None if there is none."""
-        text = self._path.read_text(errors="replace") if self._path.exists() else ""
-        new, self._seen = text[self._seen :], len(text)
-        return last_choice(new)
+        if not self._path.exists():
+            return None
+        with self._path.open("rb") as file:
+            file.seek(self._seen)
+            new = file.read()
+        self._seen += len(new)
+        return last_choice(new.decode(errors="replace"))
 
 
 def last_choice(text: str) -> str | None:
