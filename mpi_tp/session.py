@@ -1,4 +1,4 @@
-"""One rank's part of a model, ready to run: the way from a shard set to an engine that `infer` and `LLM` share."""
+"""One rank's part of a model, ready to run: the way from weights to an engine that all programs share."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from mpi_tp.engine.runner import Runner
 from mpi_tp.engine.scheduler import Scheduler
 from mpi_tp.errors import ConfigurationError
 from mpi_tp.kernels import select
+from mpi_tp.kernels.base import Kernels
 from mpi_tp.launch import Job
 from mpi_tp.loading import LoadFigures, load_model
 from mpi_tp.machine_options import MachineOptions
@@ -27,11 +28,25 @@ from mpi_tp.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Session:
-    """What one rank has once its part of the model is loaded; `dtype` is that of activations and cache."""
+class Machine:
+    """Where one rank computes and by which kernels, and what it reaches the other ranks through."""
 
     job: Job
-    shards: ShardSet
+    options: MachineOptions
+    device: torch.device
+    kernels: Kernels
+    comm: Communicator
+
+
+@dataclass(frozen=True)
+class Session:
+    """What one rank has once its part of the model is there; `dtype` is that of activations and cache.
+
+    `shards` is None if the weights come from no file.
+    """
+
+    job: Job
+    shards: ShardSet | None
     config: ModelConfig | MLPConfig
     options: MachineOptions
     device: torch.device
@@ -49,21 +64,46 @@ def open_shards(job: Job, directory: Path) -> ShardSet:
     return shards
 
 
+def open_machine(job: Job, options: MachineOptions, weights_dtype: torch.dtype) -> Machine:
+    """Choose devices and kernels and connect the ranks; collective.
+
+    Raises ConfigurationError, on all ranks alike, where these do not fit together.
+    """
+    with job.phase("choosing devices"):
+        device = choose_device(job.world, options.device, options.share_gpu)
+        kernels = select(device, options.numerics, weights_dtype)
+    with job.phase("connecting"):
+        comm = connect(job.world, options.comm, device, options.share_gpu)
+    return Machine(job, options, device, kernels, comm)
+
+
 def open_session(job: Job, shards: ShardSet, options: MachineOptions) -> Session:
     """Choose devices, connect the ranks and load the model; collective.
 
     Raises FileError and ConfigurationError, on all ranks alike, as each of these steps does.
     """
-    weights = shards.weights_dtype
-    with job.phase("choosing devices"):
-        device = choose_device(job.world, options.device, options.share_gpu)
-        kernels = select(device, options.numerics, weights)
-    with job.phase("connecting"):
-        comm = connect(job.world, options.comm, device, options.share_gpu)
+    return load_shards(open_machine(job, options, shards.weights_dtype), shards)
+
+
+def load_shards(machine: Machine, shards: ShardSet) -> Session:
+    """Load this rank's part of the set's model; collective. Raises FileError and ConfigurationError as `load_model`."""
+    job = machine.job
     with job.phase("loading"), shards.open_rank(job.rank) as rank_file:
-        model, figures = load_model(shards, rank_file, comm, kernels, device, job.progress)
-    dtype = kernels.activation_dtype or weights
-    return Session(job, shards, parse_config(shards.config), options, device, dtype, comm, model, figures)
+        model, figures = load_model(shards, rank_file, machine.comm, machine.kernels, machine.device, job.progress)
+    return start_session(machine, shards, parse_config(shards.config), shards.weights_dtype, model, figures)
+
+
+def start_session(
+    machine: Machine,
+    shards: ShardSet | None,
+    config: ModelConfig | MLPConfig,
+    weights_dtype: torch.dtype,
+    model: CausalLM | MLPStack,
+    figures: LoadFigures,
+) -> Session:
+    """Return the session of a model whose weights are there."""
+    dtype = machine.kernels.activation_dtype or weights_dtype
+    return Session(machine.job, shards, config, machine.options, machine.device, dtype, machine.comm, model, figures)
 
 
 def open_runner(session: Session) -> Runner:
@@ -92,11 +132,11 @@ def open_runner(session: Session) -> Runner:
 
 
 def open_engine(session: Session, runner: Runner) -> Engine | None:
-    """Load the set's tokenizer and return rank 0's engine, None on the others; collective."""
+    """Load the set's tokenizer, if there is one, and return rank 0's engine, None on the others; collective."""
     job, config = session.job, session.config
     assert isinstance(config, ModelConfig), f"no language model: {config.model_type}"
     with job.phase("loading the tokenizer"):
-        folder = session.shards.open_tokenizer() if job.rank == 0 else None
+        folder = session.shards.open_tokenizer() if session.shards and job.rank == 0 else None
         tokenizer = Tokenizer.load(folder) if folder else None
     if job.rank > 0:
         return None

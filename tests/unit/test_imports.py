@@ -153,7 +153,7 @@ def test_an_import_alone_loads_nothing_slow(statement: str) -> None:
     assert not {"torch", "numba", "h5py", "mpi4py.MPI"} & modules_after(statement)
 
 
-@pytest.mark.parametrize("program", ["mpi_tp.infer", "sharder"])
+@pytest.mark.parametrize("program", ["mpi_tp.infer", "mpi_tp.bench", "sharder"])
 def test_help_loads_nothing_slow(program: str) -> None:
     assert not {"torch", "numba", "h5py", "mpi4py.MPI"} & modules_after(help_of(program))
 
