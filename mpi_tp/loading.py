@@ -64,27 +64,28 @@ def load_model(
 
     Raises FileError for damaged data, ConfigurationError for a set of another plan and for too little memory.
     """
+    start = time.perf_counter()
     plan = check_plan(shards)
-    taken: set[str] = set()
+    config = parse_config(shards.config)
     # Kernels that compute in the weights' dtype need one for all: norms and biases are often stored wider.
     dtype = shards.weights_dtype if kernels.activation_dtype is None else None
+    taken: set[str] = set()
+    fit = fitting(f"rank {comm.rank}'s part of the model on its {device.type}", "use more ranks")
+    with fit, _read_ahead(rank_file, device) as tensors:
 
-    def take(name: str) -> torch.Tensor:
-        assert name not in taken, f"{name} was taken twice"
-        taken.add(name)
-        tensor = tensors.take(name).to(dtype=dtype)
-        on_progress()
-        return tensor
+        def take(name: str) -> torch.Tensor:
+            assert name not in taken, f"{name} was taken twice"
+            taken.add(name)
+            tensor = tensors.take(name).to(dtype=dtype)
+            on_progress()
+            return tensor
 
-    start = time.perf_counter()
-    config = parse_config(shards.config)
-    context = LayerContext(comm, kernels, plan, device, take)
-    room = fitting(f"rank {comm.rank}'s part of the model on its {device.type}", "use more ranks")
-    with room, _read_ahead(rank_file, device) as tensors:
+        context = LayerContext(comm, kernels, plan, device, take)
         model = MLPStack(context, config) if isinstance(config, MLPConfig) else CausalLM(context, config)
-        assert taken == plan.keys(), f"tensors that no layer took: {sorted(plan.keys() - taken)}"
+    assert taken == plan.keys(), f"tensors that no layer took: {sorted(plan.keys() - taken)}"
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the parts of joined weights: what the driver calls free is the cache's to take
+        # Joined weights leave their parts' memory with torch; the key/value cache goes by what the driver has free.
+        torch.cuda.empty_cache()
     num_bytes = sum(part.num_bytes for part in rank_file.tensors.values())
     return model, LoadFigures(num_bytes, time.perf_counter() - start)
 
@@ -94,7 +95,8 @@ def _read_ahead(rank_file: RankFile, device: torch.device) -> ReadAhead:
     num_cores = len(os.sched_getaffinity(0))
     if device.type == "cuda":
         num_threads = min(num_cores, MAX_READERS)
-        return ReadAhead(rank_file, DeviceReader(rank_file, device, num_threads).read, num_threads, DEVICE_AHEAD_BYTES)
+        reader = DeviceReader(rank_file, device, num_threads)
+        return ReadAhead(rank_file, device, reader.read_into, num_threads, DEVICE_AHEAD_BYTES)
     # The caller's thread packs weights meanwhile, and is all there is on a single core.
     num_threads = min(num_cores - 1, MAX_READERS)
-    return ReadAhead(rank_file, rank_file.read, num_threads, num_threads * HOST_AHEAD_BYTES)
+    return ReadAhead(rank_file, device, rank_file.read_into, num_threads, num_threads * HOST_AHEAD_BYTES)

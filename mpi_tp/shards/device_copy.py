@@ -2,7 +2,6 @@
 
 import itertools
 import queue
-from collections.abc import Iterator
 
 import torch
 
@@ -14,9 +13,10 @@ STAGING_BYTES = 8 << 20
 
 
 class DeviceReader:
-    """Reads the tensors of `file` onto `device`, a GPU; up to `num_threads` threads may read at once.
+    """Reads the tensors of `file` into tensors on `device`, a GPU; up to `num_threads` threads may read at once.
 
-    It has 2 * num_threads * STAGING_BYTES of pinned memory. Create it under the stream that will use the tensors.
+    It holds 2 * num_threads * STAGING_BYTES of pinned memory. The stream that is current now is the one that tensors
+    are allocated on.
     """
 
     def __init__(self, file: RankFile, device: torch.device, num_threads: int) -> None:
@@ -25,14 +25,14 @@ class DeviceReader:
         for _ in range(num_threads):
             self._stagings.put(_Staging(device))
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return this rank's part of tensor `name`, its checksum verified, ready for use on any stream.
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Read into a contiguous tensor of the part's shape and dtype; when this returns, any stream may use it.
 
-        Raises FileError as `RankFile.read` does, torch.OutOfMemoryError if the device has no room for it.
+        Raises FileError as `RankFile.read` does.
         """
         staging = self._stagings.get()
         try:
-            return staging.read(self._file, name)
+            staging.read_into(self._file, name, tensor)
         finally:
             self._stagings.put(staging)
 
@@ -42,10 +42,10 @@ class _Buffer:
 
     def __init__(self) -> None:
         self.memory = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
-        self.copied = torch.cuda.Event()
+        self.copied = torch.cuda.Event(blocking=True)
 
-    def wait(self) -> memoryview:
-        """Return the memory, to be overwritten, once the last copy out of it is done."""
+    def free(self) -> memoryview:
+        """Wait for the last copy out of the memory and return it, to be overwritten."""
         self.copied.synchronize()
         return tensor_bytes(self.memory)
 
@@ -55,30 +55,25 @@ class _Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._user = torch.cuda.current_stream(device)
-        self._stream = torch.cuda.Stream(device)
+        self._allocating = torch.cuda.current_stream(device)
+        self._copying = torch.cuda.Stream(device)
         self._buffers = (_Buffer(), _Buffer())
 
-    def read(self, file: RankFile, name: str) -> torch.Tensor:
-        part = file.tensors[name]
-        with torch.cuda.stream(self._user):  # whose memory it is, for the allocator
-            tensor = torch.empty(part.shape, dtype=part.dtype, device=self._device)
-        # That memory may have been another tensor's, which work that is queued on the user's stream still reads.
-        self._stream.wait_stream(self._user)
-        try:
-            self._copy(file, name, tensor.reshape(-1).view(torch.uint8))
-        finally:
-            self._stream.synchronize()
-        return tensor
+    def read_into(self, file: RankFile, name: str, tensor: torch.Tensor) -> None:
+        """Read and copy, and wait for the copies."""
+        # A thread that never chose a device would open the first GPU, which may be another rank's.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._copying):
+            # The memory may have been another tensor's that work queued on its stream still reads.
+            self._copying.wait_stream(self._allocating)
+            try:
+                self._copy_pieces(file, name, tensor.reshape(-1).view(torch.uint8))
+            finally:
+                for buffer in self._buffers:
+                    buffer.free()
 
-    def _copy(self, file: RankFile, name: str, target: torch.Tensor) -> None:
-        pieces = file.pieces(name, self._free_buffers())
-        # `pieces` comes first: it must run to its end, where the checksum is verified.
+    def _copy_pieces(self, file: RankFile, name: str, target: torch.Tensor) -> None:
+        pieces = file.pieces(name, (buffer.free() for buffer in itertools.cycle(self._buffers)))
+        # `pieces` stands first, to run to its end: the checksum is verified there.
         for piece, buffer, part in zip(pieces, itertools.cycle(self._buffers), target.split(STAGING_BYTES)):
-            with torch.cuda.stream(self._stream):
-                part.copy_(buffer.memory[: len(piece)], non_blocking=True)
-                buffer.copied.record()
-
-    def _free_buffers(self) -> Iterator[memoryview]:
-        for buffer in itertools.cycle(self._buffers):
-            yield buffer.wait()
+            part.copy_(buffer.memory[: len(piece)], non_blocking=True)
+            buffer.copied.record(self._copying)

@@ -59,11 +59,15 @@ class RankFile:
         """
         part = self.tensors[name]
         tensor = torch.empty(part.shape, dtype=part.dtype)
+        self.read_into(name, tensor)
+        return tensor
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Read into a contiguous CPU tensor of the part's shape and dtype; raises FileError as `read` does."""
         elements = tensor_bytes(tensor)
         starts = range(0, len(elements), CHUNK_BYTES)
         for _ in self.pieces(name, (elements[start : start + CHUNK_BYTES] for start in starts)):
             pass
-        return tensor
 
     def pieces(self, name: str, buffers: Iterable[memoryview]) -> Iterator[memoryview]:
         """Read tensor `name` piece by piece, each into the next of `buffers`, and yield every piece once it is there.

@@ -6,22 +6,31 @@ from types import TracebackType
 
 import torch
 
+from mpi_tp.shards.format import PartEntry
 from mpi_tp.shards.rank_file import RankFile
 
 
 class ReadAhead:
-    """Reads the tensors of `file` in its order by up to `num_threads` threads; use it in a `with` statement.
+    """The tensors of `file` on `device`, read in the file's order by up to `num_threads` threads.
 
-    `read(name)`, which these threads and the caller's run, gives a finished tensor. At most `max_bytes` of tensors that
-    were not taken exist, finished or not, besides the one that `take` is about to return; a larger tensor is read when
-    it is taken, and all are if `num_threads` is 0.
+    Use it in a `with` statement. `read_into(name, tensor)` is what the threads and `take` run. At most `max_bytes` of
+    tensors that were not taken exist, read or not; one that is larger is read when it is taken, and so are all without
+    threads.
     """
 
-    def __init__(self, file: RankFile, read: Callable[[str], torch.Tensor], num_threads: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        file: RankFile,
+        device: torch.device,
+        read_into: Callable[[str, torch.Tensor], None],
+        num_threads: int,
+        max_bytes: int,
+    ) -> None:
         self._file = file
-        self._read = read
-        self._waiting: dict[str, int] = {part.name: part.num_bytes for part in file.tensors.values()}
-        self._futures: dict[str, Future[torch.Tensor]] = {}
+        self._device = device
+        self._read_into = read_into
+        self._waiting = dict(file.tensors)
+        self._begun: dict[str, tuple[torch.Tensor, Future[None]]] = {}
         self._room = max_bytes if num_threads else 0
         self._pool = ThreadPoolExecutor(max(1, num_threads), "tensor reader")
 
@@ -31,25 +40,31 @@ class ReadAhead:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._futures:
+        if self._begun:
             self._file.interrupt()
         self._pool.shutdown(cancel_futures=True)
 
     def take(self, name: str) -> torch.Tensor:
         """Return a tensor, once; in the file's order it is ready soonest. Raises what reading it raised."""
-        future = self._futures.pop(name, None)
-        if future is None:
-            del self._waiting[name]
+        if name in self._begun:
+            tensor, future = self._begun.pop(name)
+            self._room += tensor.nbytes
+            self._begin()
+            future.result()
         else:
-            self._room += self._file.tensors[name].num_bytes
-        self._submit()
-        return self._read(name) if future is None else future.result()
+            tensor = self._allocate(self._waiting.pop(name))
+            self._begin()
+            self._read_into(name, tensor)
+        return tensor
 
-    def _submit(self) -> None:
-        """Start on the next tensors, as many as there is room for."""
-        for name, num_bytes in list(self._waiting.items()):
-            if num_bytes > self._room:
-                return
-            self._room -= num_bytes
-            del self._waiting[name]
-            self._futures[name] = self._pool.submit(self._read, name)
+    def _begin(self) -> None:
+        """Let the threads begin with the next tensors, as many as there is room for."""
+        while self._waiting and (part := next(iter(self._waiting.values()))).num_bytes <= self._room:
+            del self._waiting[part.name]
+            self._room -= part.num_bytes
+            # Here and not in the thread that reads: allocators keep what one thread gave back for that thread.
+            tensor = self._allocate(part)
+            self._begun[part.name] = tensor, self._pool.submit(self._read_into, part.name, tensor)
+
+    def _allocate(self, part: PartEntry) -> torch.Tensor:
+        return torch.empty(part.shape, dtype=part.dtype, device=self._device)
