@@ -8,9 +8,10 @@ import torch
 from mpi_tp.comm.base import Communicator
 from mpi_tp.config import MLPConfig, ModelConfig
 from mpi_tp.devices import choose_device, connect, ranks_sharing
+from mpi_tp.engine.block_pool import BlockPool
 from mpi_tp.engine.engine import Engine
-from mpi_tp.engine.kv_cache import BLOCK_SIZE, BlockPool, allocate_cache, blocks_for
-from mpi_tp.engine.runner import Runner
+from mpi_tp.engine.kv_cache import BLOCK_SIZE, allocate_cache, blocks_for
+from mpi_tp.engine.runner import HostRunner, Runner
 from mpi_tp.engine.scheduler import Scheduler
 from mpi_tp.errors import ConfigurationError
 from mpi_tp.kernels import select
@@ -128,7 +129,7 @@ def open_runner(session: Session) -> Runner:
         what = f"a key/value cache of {num_blocks * block_bytes} bytes on rank {job.rank}"
         with fitting(what, "lower --kv-memory or --max-batch-size"):
             caches = allocate_cache(config, num_blocks, job.rank, job.size, session.dtype, session.device)
-    return Runner(model, caches, session.device)
+    return HostRunner(model, caches, session.device)
 
 
 def open_engine(session: Session, runner: Runner) -> Engine | None:

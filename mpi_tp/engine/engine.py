@@ -1,27 +1,25 @@
 """Requests in, completions out, on rank 0; the other ranks follow the plans that it broadcasts.
 
 The life of a request: `submit` checks it and queues one sequence a sample; at each `step` the scheduler picks the
-tokens that run, every rank runs them, rank 0 samples from the gathered logits and appends; a finished sequence gives
-its cache blocks back; when all of a request's samples are done, `step` returns its outcome.
+tokens that run and every rank launches them; the tokens that come back, at once or while the next step runs already,
+are appended; a finished sequence gives its cache blocks back; when all of a request's samples are done, `step`
+returns its outcome.
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from mpi_tp.comm.base import Communicator
 from mpi_tp.engine.kv_cache import BLOCK_SIZE
 from mpi_tp.engine.prompt import Prompt, encode_prompt
 from mpi_tp.engine.request import Completion, RequestError, SamplingParams
-from mpi_tp.engine.runner import Runner
-from mpi_tp.engine.sampler import choose_token, log_probability
+from mpi_tp.engine.runner import Runner, Sampled, StepOutput
 from mpi_tp.engine.scheduler import Scheduler
-from mpi_tp.engine.sequence import Sequence
+from mpi_tp.engine.sequence import Chunk, Sequence
 from mpi_tp.engine.step import StepPlan, plan_step
-from mpi_tp.engine.stop import StopWatcher
+from mpi_tp.engine.text_stream import TextStream
 from mpi_tp.tokenizer import Tokenizer
 
 
@@ -57,18 +55,39 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
         self._samples: dict[Any, list[Sequence]] = {}
+        self._in_flight: deque[tuple[list[Sequence], StepOutput]] = deque()
         self.num_sampled = 0
         """Tokens generated so far."""
 
     @property
     def num_waiting(self) -> int:
-        """How many sequences have not started."""
+        """How many sequences wait to be admitted, or admitted again."""
         return self._scheduler.num_waiting
 
     @property
+    def num_running(self) -> int:
+        """How many sequences are admitted."""
+        return self._scheduler.num_running
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a sequence has lost its cache blocks to older ones, so far."""
+        return self._scheduler.num_preemptions
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        """Tokens found computed in the cache, so far."""
+        return self._scheduler.prefix_hit_tokens
+
+    @property
+    def blocks_in_use(self) -> int:
+        """How many blocks of the cache sequences hold."""
+        return self._scheduler.blocks_in_use
+
+    @property
     def is_idle(self) -> bool:
-        """Whether every submitted request has its outcome."""
-        return self._scheduler.is_idle
+        """Whether every submitted request has its outcome and no step is in flight."""
+        return self._scheduler.is_idle and not self._in_flight
 
     def submit(self, key: Any, prompt: Prompt, params: SamplingParams) -> None:
         """Queue a prompt under a `key` that no request in flight has.
@@ -80,36 +99,55 @@ class Engine:
         self._check(prompt_ids, params)
         max_length = self._max_length(prompt_ids, params)
         sequences = [
-            Sequence(params, sample, list(prompt_ids), len(prompt_ids), max_length, key) for sample in range(params.n)
+            Sequence(
+                params,
+                sample,
+                list(prompt_ids),
+                len(prompt_ids),
+                max_length,
+                key,
+                TextStream(self.tokenizer, params.stop),
+            )
+            for sample in range(params.n)
         ]
-        if params.stop and self.tokenizer:
-            for sequence in sequences:
-                sequence.stop_watcher = StopWatcher(self.tokenizer, params.stop)
         self._samples[key] = sequences
         self._scheduler.add(sequences)
 
+    def cancel(self, key: Any) -> None:
+        """Drop a request, which then has no outcome; nothing happens if it has had it already."""
+        sequences = [sample for sample in self._samples.pop(key, []) if not sample.is_finished]
+        for sequence in sequences:
+            sequence.is_finished = True
+        self._scheduler.remove(sequences)
+
     def step(self) -> list[Outcome]:
-        """Run one step on all ranks and return what it finished."""
+        """Launch one step on all ranks; return what those have finished whose tokens are known by now."""
         chunks = self._scheduler.schedule()
-        logits = self._announce(plan_step(chunks, BLOCK_SIZE))
-        sampled = [chunk.sequence for chunk in chunks if chunk.ends_sequence]
-        for chunk in chunks:
-            chunk.sequence.computed = chunk.stop
-        for sequence, row in zip(sampled, logits, strict=True):
-            self._append(sequence, row)
-        return self._collect(self._scheduler.retire_finished())
+        if chunks:
+            self._in_flight.append(self._launch(chunks))
+        outcomes: list[Outcome] = []
+        while len(self._in_flight) > (self._runner.steps_in_flight if chunks else 0):
+            sequences, output = self._in_flight.popleft()
+            outcomes += self._take(sequences, output.wait())
+        return outcomes
 
     def keep_alive(self) -> None:
         """Run a step without tokens, so that the other ranks see that rank 0 lives while it waits for input."""
+        assert not self._in_flight, "a step in flight keeps the ranks alive"
         self._announce(plan_step([], BLOCK_SIZE))
 
     def close(self) -> None:
         """Release the other ranks from `follow`."""
         self._comm.bcast_object(None)
 
-    def _announce(self, plan: StepPlan) -> NDArray[np.float32]:
+    def _launch(self, chunks: list[Chunk]) -> tuple[list[Sequence], StepOutput]:
+        """Return the sequences that get a token, and what will hold the tokens."""
+        output = self._announce(plan_step(chunks, BLOCK_SIZE))
+        return [chunk.sequence for chunk in chunks if chunk.ends_sequence], output
+
+    def _announce(self, plan: StepPlan) -> StepOutput:
         self._comm.bcast_object(plan)
-        return self._runner.run(plan).float().cpu().numpy()
+        return self._runner.launch(plan)
 
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         if not prompt_ids:
@@ -135,30 +173,40 @@ class Engine:
     def _max_length(self, prompt_ids: list[int], params: SamplingParams) -> int:
         return min(len(prompt_ids) + params.max_new_tokens, self._context_length)
 
-    def _append(self, sequence: Sequence, logits: NDArray[np.float32]) -> None:
-        if not np.isfinite(logits.max()):
+    def _take(self, sequences: list[Sequence], sampled: Sampled) -> list[Outcome]:
+        """Append a step's tokens to their sequences; return the outcomes of the requests that are complete by this."""
+        logprobs = [None] * len(sequences) if sampled.logprobs is None else sampled.logprobs.tolist()
+        finished: list[Sequence] = []
+        for sequence, token, logprob in zip(sequences, sampled.tokens.tolist(), logprobs, strict=True):
+            if sequence.is_finished:
+                continue  # while this step was on its way, by the token before or by `cancel`
+            self._append(sequence, token, logprob)
+            if sequence.is_finished:
+                finished.append(sequence)
+        if not finished:
+            return []
+        self._scheduler.remove(finished)
+        keys = dict.fromkeys(sequence.key for sequence in finished)
+        done = [key for key in keys if all(sample.is_finished for sample in self._samples[key])]
+        return [self._outcome(key, self._samples.pop(key)) for key in done]
+
+    def _append(self, sequence: Sequence, token: int, logprob: float | None) -> None:
+        if token < 0:
             sequence.failure = "the model's logits are not finite numbers"
+            sequence.is_finished = True
             return
         params = sequence.params
-        token = choose_token(logits, params, sequence.sample, position=len(sequence.tokens))
         sequence.tokens.append(token)
         self.num_sampled += 1
-        if params.logprobs:
-            sequence.logprobs.append(log_probability(logits, token))
+        if logprob is not None and params.logprobs:
+            sequence.logprobs.append(logprob)
         if token in self._eos_token_ids and not params.ignore_eos:
             sequence.finish_reason = "stop"
         elif len(sequence.tokens) == sequence.max_length:
             sequence.finish_reason = "length"
-        watcher = sequence.stop_watcher
-        if watcher and (watcher.stops_at(token) or (sequence.is_finished and watcher.stops_at_end())):
+        if params.stop and sequence.text.stops_at(token, is_last=sequence.finish_reason is not None):
             sequence.finish_reason = "stop"
-            sequence.stopped_text = watcher.text
-
-    def _collect(self, finished: list[Sequence]) -> list[Outcome]:
-        """Return the outcomes of the requests whose last samples are among the finished."""
-        keys = dict.fromkeys(sequence.key for sequence in finished)
-        done = [key for key in keys if all(sample.is_finished for sample in self._samples[key])]
-        return [self._outcome(key, self._samples.pop(key)) for key in done]
+        sequence.is_finished = sequence.finish_reason is not None
 
     def _outcome(self, key: Any, samples: list[Sequence]) -> Outcome:
         failure = next((sample.failure for sample in samples if sample.failure), None)
@@ -168,15 +216,13 @@ class Engine:
 
     def _complete(self, sequence: Sequence) -> Completion:
         assert sequence.finish_reason is not None
-        text = sequence.stopped_text
-        if text is None:
-            text = self.tokenizer.decode(sequence.generated) if self.tokenizer else ""
+        generated = sequence.generated
         logprobs = sequence.logprobs if sequence.params.logprobs else None
-        return Completion(text, sequence.generated, sequence.finish_reason, logprobs)
+        return Completion(sequence.text.finish(generated), generated, sequence.finish_reason, logprobs)
 
 
 def follow(comm: Communicator, runner: Runner, on_step: Callable[[], None]) -> None:
     """Run what rank 0 announces until it closes; `on_step` is called after each step."""
     while (plan := comm.bcast_object(None)) is not None:
-        runner.run(plan)
+        runner.launch(plan)
         on_step()

@@ -24,25 +24,3 @@ def allocate_cache(
         (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
         for _ in range(config.num_hidden_layers)
     ]
-
-
-class BlockPool:
-    """The free blocks, by number; taken and given back by rank 0's scheduler alone."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
-
-    @property
-    def num_free(self) -> int:
-        """How many blocks can be taken."""
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        """Return `count` blocks, which must be free."""
-        assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
-        return [self._free.pop() for _ in range(count)]
-
-    def give_back(self, blocks: list[int]) -> None:
-        """Return blocks to the pool."""
-        self._free.extend(blocks)

@@ -1,16 +1,43 @@
-"""The forward pass of one step, on every rank alike."""
+"""What runs a step, on every rank alike; and the one that samples on the host."""
 
-import numpy as np
+from typing import Any, Protocol
+
 import torch
 from numpy.typing import NDArray
 
-from mpi_tp.engine.step import StepPlan
+from mpi_tp.engine.sampler import Sampled, sample
+from mpi_tp.engine.step import SamplingRows, StepPlan
 from mpi_tp.kernels.base import AttentionInputs, Cache
 from mpi_tp.models.causal_lm import CausalLM
 
+__all__ = ["HostRunner", "Runner", "Sampled", "StepOutput"]
 
-class Runner:
+
+class StepOutput(Protocol):
+    """A step's tokens, which may still be on their way."""
+
+    def wait(self) -> Sampled:
+        """Return the tokens; rank 0 calls it once, and the other ranks never."""
+        ...
+
+
+class Runner(Protocol):
     """A model and its cache on this rank's device."""
+
+    num_blocks: int
+    """Blocks in the cache."""
+    steps_in_flight: int
+    """How many steps rank 0 announces before it waits for the tokens of the one before them: 0 or 1."""
+
+    def launch(self, plan: StepPlan) -> StepOutput:
+        """Begin a step, which runs after those before it; collective."""
+        ...
+
+
+class HostRunner:
+    """Runs the forward pass at once; rank 0 samples with numpy when it waits for the tokens."""
+
+    steps_in_flight = 0
 
     def __init__(self, model: CausalLM, caches: list[Cache], device: torch.device) -> None:
         self._model = model
@@ -19,16 +46,36 @@ class Runner:
         self.num_blocks = len(caches[0][0])
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> torch.Tensor:
-        """Run the step's tokens and return the wanted logits [R, vocabulary], the same on every rank."""
+    def launch(self, plan: StepPlan) -> StepOutput:
+        """Run the step's tokens on all ranks; every id must be known."""
+        hidden = self.forward(plan)
+        if plan.sampling is None:
+            return HostOutput(self._model.greedy_tokens(hidden), None)
+        return HostOutput(self._model.logits(hidden), plan.sampling)
+
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        """Return the hidden states [R, K] of the plan's logit rows."""
         inputs = AttentionInputs(
             positions=self._put(plan.positions),
             sequence_ids=self._put(plan.sequence_ids),
-            block_tables=self._put(plan.block_tables),
+            block_tables=torch.from_numpy(plan.block_tables).to(self._device),
             slots=self._put(plan.slots),
         )
-        hidden = self._model(self._put(plan.ids), inputs, self._caches, self._put(plan.logit_rows))
-        return self._model.logits(hidden)
+        return self._model(self._put(plan.ids), inputs, self._caches, self._put(plan.logit_rows))
 
-    def _put(self, array: NDArray[np.integer]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+    def _put(self, array: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, torch.int64)
+
+
+class HostOutput:
+    """Greedy tokens [R], or logits [R, V] to sample from."""
+
+    def __init__(self, result: torch.Tensor, sampling: SamplingRows | None) -> None:
+        self._result = result
+        self._sampling = sampling
+
+    def wait(self) -> Sampled:
+        """Choose the tokens."""
+        if self._sampling is None:
+            return Sampled(self._result.cpu().numpy(), None)
+        return sample(self._result.float().cpu().numpy(), self._sampling)

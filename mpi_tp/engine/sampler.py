@@ -1,27 +1,45 @@
-"""The next token from its logits, on rank 0.
+"""The next token from its logits, on the host.
 
-A choice is a function of one row of logits, the seed, the sample's number and the position, and of nothing else: the
-random number comes from a counter-based generator (Philox; Salmon et al., 2011), so neither the batch nor a restart
-changes it. Everything is computed row by row in float64, for the same bits in any batch.
+A choice is a function of one row of logits, how it is to be sampled and its random number. Everything is computed row
+by row in float64, for the same bits in any batch.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpi_tp.engine.request import SamplingParams
-
-MASK_64 = 2**64 - 1
+from mpi_tp.engine.step import SamplingRows
 
 
-def choose_token(logits: NDArray[np.float32], params: SamplingParams, sample: int, position: int) -> int:
-    """Return the token that follows, from one row of logits [V]; the lowest id of several equal maxima."""
-    if params.temperature == 0:
+@dataclass(frozen=True)
+class Sampled:
+    """The next token of each row [R], -1 where the logits are not finite numbers, and its log-probability [R]."""
+
+    tokens: NDArray[np.int64]
+    logprobs: NDArray[np.float32] | None
+
+
+def sample(logits: NDArray[np.float32], rows: SamplingRows) -> Sampled:
+    """Choose a token for each row of logits [R, V]."""
+    tokens = np.full(len(logits), -1, np.int64)
+    logprobs = np.zeros(len(logits), np.float32)
+    for row, (own, *options) in enumerate(
+        zip(logits, rows.temperature.tolist(), rows.top_k.tolist(), rows.top_p.tolist(), rows.uniform, strict=True)
+    ):
+        if np.isfinite(own.max()):
+            tokens[row] = choose_token(own, *options)
+            if rows.logprobs:
+                logprobs[row] = log_probability(own, tokens[row])
+    return Sampled(tokens, logprobs if rows.logprobs else None)
+
+
+def choose_token(logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float, uniform: float) -> int:
+    """Return the token that follows, from one row of logits [V]; if greedy the lowest id of several equal maxima."""
+    if temperature == 0:
         return int(logits.argmax())
-    candidates, cumulative = find_candidates(logits, params)
-    generator = np.random.Generator(
-        np.random.Philox(key=np.array([params.seed & MASK_64, sample], np.uint64), counter=position)
-    )
-    index = np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right")
+    candidates, cumulative = find_candidates(logits, temperature, top_k, top_p)
+    index = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
     return int(candidates[min(index, len(candidates) - 1)])
 
 
@@ -32,15 +50,16 @@ def log_probability(logits: NDArray[np.float32], token: int) -> float:
 
 
 def find_candidates(
-    logits: NDArray[np.float32], params: SamplingParams
+    logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the tokens that may be chosen and their summed-up probabilities (up to a common factor).
 
-    `top_p` keeps the likeliest of the `top_k` tokens until their share reaches it; of equals the lower id is likelier.
+    `top_p` keeps the likeliest of the `top_k` (0: all) tokens until their share reaches it; of equals the lower id is
+    likelier.
     """
     shifted = logits.astype(np.float64) - logits.max()  # first, or the division may overflow
-    weights = np.exp(shifted / params.temperature)
-    top_k, top_p = min(params.top_k or len(weights), len(weights)), params.top_p or 1.0
+    weights = np.exp(shifted / temperature)
+    top_k = min(top_k or len(weights), len(weights))
     if top_k < len(weights):
         floor = np.partition(weights, -top_k)[-top_k]
     elif top_p < 1:

@@ -1,11 +1,31 @@
-"""One step of the engine as rank 0 announces it: which tokens run, where they stand, whose logits are wanted."""
+"""One step of the engine as rank 0 announces it: which tokens run, where they stand, whose next ones are wanted."""
 
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpi_tp.engine.sequence import Chunk
+from mpi_tp.engine.sequence import Chunk, Sequence
+
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+LARGEST_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """How the next token of each row is chosen [R]."""
+
+    temperature: NDArray[np.float32]
+    """0 is greedy."""
+    top_k: NDArray[np.int32]
+    """0 keeps all."""
+    top_p: NDArray[np.float32]
+    """1 keeps all."""
+    uniform: NDArray[np.float64]
+    """The row's random number in [0, 1)."""
+    logprobs: bool
+    """Whether the log-probabilities of the chosen tokens are wanted."""
 
 
 @dataclass(frozen=True)
@@ -13,38 +33,74 @@ class StepPlan:
     """The tokens of all sequences in the step, packed; small enough to broadcast at every step.
 
     `ids`, `positions`, `slots` and `sequence_ids` have one entry a token [T]; `block_tables` [B, max blocks] one row a
-    sequence; `logit_rows` [R] names the tokens whose next one is to be sampled. A plan without tokens keeps the ranks
-    together while rank 0 waits for input.
+    sequence; `logit_rows` [R] names the tokens whose next one is to be sampled. An id of -1 - r is the token that row
+    r of the step before has sampled. `sampling` is None if every row is greedy and no log-probabilities are wanted.
+    A plan without tokens keeps the ranks together while rank 0 waits for input.
     """
 
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    sequence_ids: NDArray[np.int64]
-    slots: NDArray[np.int64]
+    ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    sequence_ids: NDArray[np.int32]
+    slots: NDArray[np.int32]
     block_tables: NDArray[np.int32]
-    logit_rows: NDArray[np.int64]
+    logit_rows: NDArray[np.int32]
+    sampling: SamplingRows | None = None
 
 
-def plan_step(chunks: list[Chunk], block_size: int) -> StepPlan:
-    """Pack the chunks, in order, into one plan."""
-    lengths = np.array([chunk.stop - chunk.start for chunk in chunks], np.int64)
-    tables = np.zeros((len(chunks), max((len(chunk.sequence.blocks) for chunk in chunks), default=0)), np.int32)
-    for row, chunk in zip(tables, chunks, strict=True):
-        row[: len(chunk.sequence.blocks)] = chunk.sequence.blocks
-    positions = _concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
-    sequence_ids = np.repeat(np.arange(len(chunks)), lengths)
-    blocks = tables[sequence_ids, positions // block_size].astype(np.int64)
-    ends = np.cumsum(lengths) - 1
-    ends_sequence = np.array([chunk.ends_sequence for chunk in chunks], bool)
+def plan_step(chunks: List[Chunk], block_size: int) -> StepPlan:
+    """Pack the chunks, in order, into one plan, and note in their sequences which row gives them their next token."""
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
+    lengths = np.array([chunk.stop for chunk in chunks], np.int32) - starts
+    ends = np.cumsum(lengths, dtype=np.int32)
+    num_tokens = int(ends[-1]) if chunks else 0
+    ids = _ids(chunks)
+    sampled = [chunk.sequence for chunk in chunks if chunk.ends_sequence]
+    for row, sequence in enumerate(sampled):
+        sequence.row = row
+    positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(starts - (ends - lengths), lengths)
+    sequence_ids = np.repeat(np.arange(len(chunks), dtype=np.int32), lengths)
+    tables = _block_tables(chunks)
     return StepPlan(
-        ids=_concatenate([np.asarray(chunk.sequence.tokens[chunk.start : chunk.stop]) for chunk in chunks]),
+        ids=ids,
         positions=positions,
         sequence_ids=sequence_ids,
-        slots=blocks * block_size + positions % block_size,
+        slots=tables[sequence_ids, positions // block_size] * block_size + positions % block_size,
         block_tables=tables,
-        logit_rows=ends[ends_sequence],
+        logit_rows=(ends - 1)[np.array([chunk.ends_sequence for chunk in chunks], bool)],
+        sampling=_sampling_rows(sampled),
     )
 
 
-def _concatenate(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+def _ids(chunks: List[Chunk]) -> NDArray[np.int32]:
+    ids: list[int] = []
+    for sequence, start, stop, _ in chunks:
+        if start < len(sequence.tokens):
+            ids += sequence.tokens[start:stop]
+        else:  # on its way; such a chunk is one token long
+            ids.append(-1 - sequence.row)
+    return np.array(ids, np.int32)
+
+
+def _block_tables(chunks: List[Chunk]) -> NDArray[np.int32]:
+    width = max((len(chunk.sequence.blocks) for chunk in chunks), default=0)
+    tables = np.zeros((len(chunks), width), np.int32)
+    for index, chunk in enumerate(chunks):
+        blocks = chunk.sequence.blocks
+        tables[index, : len(blocks)] = blocks
+    return tables
+
+
+def _sampling_rows(sequences: List[Sequence]) -> SamplingRows | None:
+    """Return how the next tokens of the sequences, which have room for them already, are chosen."""
+    logprobs = any(sequence.params.logprobs for sequence in sequences)
+    if not logprobs and not any(sequence.uniforms for sequence in sequences):
+        return None
+    params = [sequence.params for sequence in sequences]
+    uniform = [own.uniforms.at(own.length - 1) if own.uniforms else 0.0 for own in sequences]
+    return SamplingRows(
+        temperature=np.array([min(own.temperature, LARGEST_FLOAT32) for own in params], np.float32),
+        top_k=np.array([min(own.top_k or 0, LARGEST_INT32) for own in params], np.int32),
+        top_p=np.array([own.top_p or 1.0 for own in params], np.float32),
+        uniform=np.array(uniform, np.float64),
+        logprobs=logprobs,
+    )

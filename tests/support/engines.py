@@ -1,11 +1,12 @@
 """An engine on rank threads, as infer runs it on rank processes; and a tokenizer that fits the tiny models."""
 
+import dataclasses
 import functools
 import hashlib
 import json
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from mpi_tp.comm.base import Communicator
 from mpi_tp.comm.threads import run_ranks
+from mpi_tp.engine.block_pool import BlockPool
 from mpi_tp.engine.engine import Engine, Outcome, follow
-from mpi_tp.engine.kv_cache import BlockPool, allocate_cache
+from mpi_tp.engine.kv_cache import allocate_cache
 from mpi_tp.engine.prompt import Prompt
 from mpi_tp.engine.request import RequestError, SamplingParams
-from mpi_tp.engine.runner import Runner
+from mpi_tp.engine.runner import HostRunner, Runner, StepOutput
 from mpi_tp.engine.scheduler import Scheduler
 from mpi_tp.engine.step import StepPlan
 from mpi_tp.kernels import select
@@ -55,22 +57,38 @@ def save_tokenizer(folder: Path, **config: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", **config}))
 
 
-class RecordingRunner(Runner):
-    """Runs the plan as another process would get it, and keeps a hash of it and of its logits."""
+class RecordingRunner(HostRunner):
+    """Runs the plan as another process would get it, and keeps a hash of it and of its hidden states."""
 
     def __init__(self, *arguments: Any, spoil: int | None = None) -> None:
         super().__init__(*arguments)
         self.hashes: list[str] = []
         self._spoil = spoil
 
-    def run(self, plan: StepPlan) -> torch.Tensor:
-        received: StepPlan = pickle.loads(pickle.dumps(plan))
-        logits = super().run(received).clone()
-        parts = [getattr(received, field.name) for field in fields(received)] + [logits.numpy()]
-        self.hashes.append(hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest())
+    def launch(self, plan: StepPlan) -> StepOutput:
+        return super().launch(pickle.loads(pickle.dumps(plan)))
+
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        hidden = super().forward(plan)
+        self.hashes.append(hashlib.sha256(pickle.dumps((plan, hidden.numpy()))).hexdigest())
         if self._spoil is not None:
-            logits[(received.ids[received.logit_rows] == self._spoil).nonzero()] = float("nan")
-        return logits
+            hidden[(plan.ids[plan.logit_rows] == self._spoil).nonzero()] = float("nan")
+        return hidden
+
+
+class PipelinedRunner(RecordingRunner):
+    """Has a step in flight, as a runner on a GPU: a token may be named by its row in the step before."""
+
+    steps_in_flight = 1
+    _before: StepOutput | None = None
+
+    def launch(self, plan: StepPlan) -> StepOutput:
+        ids = plan.ids.copy()
+        if (ids < 0).any():
+            assert self._before is not None
+            ids[ids < 0] = self._before.wait().tokens[-1 - ids[ids < 0]]
+        self._before = super().launch(dataclasses.replace(plan, ids=ids))
+        return self._before
 
 
 @dataclass(frozen=True)
@@ -81,6 +99,8 @@ class Setting:
     strategy: Any = "column_wise"
     num_blocks: int = 64
     max_batch_size: int = 4
+    max_step_tokens: int = 2048
+    runner: type[RecordingRunner] = RecordingRunner
     tokenizer: Tokenizer | None = field(default_factory=byte_level_tokenizer)
     eos_token_ids: frozenset[int] = frozenset({EOS})
     context_length: int = 256
@@ -108,11 +128,13 @@ def _serve_on_rank(
             engine.submit(key, prompt, params)
         except RequestError as error:
             outcomes[key] = Outcome(key, 0, [], error)
+    engine.keep_alive()
     while not engine.is_idle:
-        engine.keep_alive()  # a step without tokens may come at any time
         for outcome in engine.step():
             assert outcome.key not in outcomes
             outcomes[outcome.key] = outcome
+    assert engine.blocks_in_use == engine.num_running == engine.num_waiting == 0
+    engine.keep_alive()
     engine.close()
     return outcomes, runner.hashes
 
@@ -125,14 +147,14 @@ def build_runner(setting: Setting, comm: Communicator) -> RecordingRunner:
     caches = allocate_cache(config, setting.num_blocks, comm.rank, comm.size, torch.float32, CPU)
     for part in (part for cache in caches for part in cache):
         part.fill_(float("nan"))  # whoever reads what nobody wrote is found out
-    return RecordingRunner(CausalLM(context, config), caches, CPU, spoil=setting.spoil)
+    return setting.runner(CausalLM(context, config), caches, CPU, spoil=setting.spoil)
 
 
 def build_engine(setting: Setting, comm: Communicator, runner: Runner) -> Engine:
     return Engine(
         comm,
         runner,
-        Scheduler(BlockPool(setting.num_blocks), setting.max_batch_size),
+        Scheduler(BlockPool(setting.num_blocks), setting.max_batch_size, setting.max_step_tokens),
         setting.tokenizer,
         context_length=setting.context_length,
         eos_token_ids=setting.eos_token_ids,

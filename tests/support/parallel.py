@@ -10,7 +10,7 @@ import torch
 from mpi_tp.comm.base import Communicator
 from mpi_tp.engine.kv_cache import BLOCK_SIZE, allocate_cache, blocks_for
 from mpi_tp.engine.request import SamplingParams
-from mpi_tp.engine.runner import Runner
+from mpi_tp.engine.runner import HostRunner
 from mpi_tp.engine.sequence import Chunk, Sequence
 from mpi_tp.engine.step import plan_step
 from mpi_tp.kernels.base import Kernels
@@ -57,20 +57,20 @@ def all_logits(
     sequences, next_block = [], 0
     for prompt in prompts:
         sequence = Sequence(SamplingParams(), 0, prompt, len(prompt), len(prompt))
-        sequence.blocks = list(range(next_block, next_block + blocks_for(len(prompt))))[::-1]
+        sequence.blocks = np.arange(next_block, next_block + blocks_for(len(prompt)), dtype=np.int32)[::-1]
         next_block += len(sequence.blocks)
         sequences.append(sequence)
     dtype = kernels.activation_dtype or next(iter(weights.values())).dtype
-    runner = Runner(model, allocate_cache(parsed, next_block, comm.rank, comm.size, dtype, CPU), CPU)
+    runner = HostRunner(model, allocate_cache(parsed, next_block, comm.rank, comm.size, dtype, CPU), CPU)
     rows: list[list[torch.Tensor]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), chunk):
         chunks = [
-            (index, Chunk(sequence, start, min(start + chunk, len(sequence.tokens))))
+            (index, Chunk(sequence, start, min(start + chunk, len(sequence.tokens)), False))
             for index, sequence in enumerate(sequences)
             if start < len(sequence.tokens)
         ]
         plan = plan_step([one for _, one in chunks], BLOCK_SIZE)
-        logits = runner.run(dataclasses.replace(plan, logit_rows=np.arange(len(plan.ids))))
+        logits = model.logits(runner.forward(dataclasses.replace(plan, logit_rows=np.arange(len(plan.ids)))))
         for (index, _), part in zip(chunks, logits.split([c.stop - c.start for _, c in chunks]), strict=True):
             rows[index].append(part)
     return [torch.cat(parts) for parts in rows]

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Iterable, Iterator
 
 import pytest
-import torch
 
 from mpi_tp.batch import Batch, BatchFigures
 from mpi_tp.comm.single import SingleCommunicator
+from mpi_tp.engine.block_pool import BlockPool
 from mpi_tp.engine.engine import Engine
-from mpi_tp.engine.kv_cache import BlockPool
 from mpi_tp.engine.request import SamplingParams
+from mpi_tp.engine.runner import StepOutput
 from mpi_tp.engine.scheduler import Scheduler
 from mpi_tp.engine.step import StepPlan
 from mpi_tp.errors import FileError
@@ -40,10 +40,10 @@ class CountingRunner(ScriptedRunner):
         super().__init__([3] * 50, VOCABULARY)
         self.steps: list[int] = []
 
-    def run(self, plan: StepPlan) -> torch.Tensor:
+    def launch(self, plan: StepPlan) -> StepOutput:
         self.steps.append(len(plan.ids))
-        logits: torch.Tensor = super().run(plan)
-        return logits
+        output: StepOutput = super().launch(plan)
+        return output
 
 
 class Run:

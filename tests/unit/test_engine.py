@@ -80,11 +80,10 @@ def test_more_prompts_than_the_cache_holds():
     assert token_ids(crowded) == token_ids(serve(setting(num_blocks=200, max_batch_size=64), requests))
 
 
-def test_prompts_run_in_chunks_give_the_same(monkeypatch):
+def test_prompts_run_in_chunks_give_the_same():
     requests = [(prompt, SamplingParams(10, 1.0, seed=seed)) for seed, prompt in enumerate(PROMPTS)]
     whole = serve(setting(), requests, 2)
-    monkeypatch.setattr("mpi_tp.engine.scheduler.MAX_STEP_TOKENS", 7)
-    assert token_ids(serve(setting(), requests, 2)) == token_ids(whole)
+    assert token_ids(serve(setting(max_step_tokens=7), requests, 2)) == token_ids(whole)
 
 
 def test_log_probabilities_are_those_of_the_raw_logits():

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from mpi_tp.comm.single import SingleCommunicator
+from mpi_tp.engine.block_pool import BlockPool
 from mpi_tp.engine.engine import Engine
-from mpi_tp.engine.kv_cache import BlockPool
 from mpi_tp.engine.request import SamplingParams
+from mpi_tp.engine.runner import HostOutput
 from mpi_tp.engine.scheduler import Scheduler
 from mpi_tp.tokenizer import Tokenizer
 from tests.support.engines import EOS, byte_level_tokenizer
@@ -25,12 +26,14 @@ class ScriptedRunner:
 
     script: list[int]
     vocab_size: int
+    num_blocks = 10
+    steps_in_flight = 0
 
-    def run(self, plan):
+    def launch(self, plan):
         logits = torch.zeros(len(plan.logit_rows), self.vocab_size)
         for row, position in zip(logits, plan.positions[plan.logit_rows], strict=True):
             row[self.script[position]] = 1
-        return logits
+        return HostOutput(logits if plan.sampling else logits.argmax(-1), plan.sampling)
 
 
 def generate(script, params, tokenizer=None):

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -122,11 +123,13 @@ def attention_inputs(lengths):
     for length in lengths:
         sequence = Sequence(SamplingParams(), 0, [0] * length, length, length)
         next_block -= blocks_for(length)
-        sequence.blocks = list(range(next_block, next_block + blocks_for(length)))
+        sequence.blocks = np.arange(next_block, next_block + blocks_for(length), dtype=np.int32)
         sequences.append(sequence)
-    plan = plan_step([Chunk(sequence, 0, len(sequence.tokens)) for sequence in sequences], BLOCK_SIZE)
-    arrays = (plan.positions, plan.sequence_ids, plan.block_tables, plan.slots)
-    return AttentionInputs(*map(torch.from_numpy, arrays)), sum(map(blocks_for, lengths))
+    plan = plan_step([Chunk(sequence, 0, len(sequence.tokens), True) for sequence in sequences], BLOCK_SIZE)
+    places = [torch.from_numpy(array).long() for array in (plan.positions, plan.sequence_ids, plan.slots)]
+    positions, sequence_ids, slots = places
+    inputs = AttentionInputs(positions, sequence_ids, torch.from_numpy(plan.block_tables), slots)
+    return inputs, sum(map(blocks_for, lengths))
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)
