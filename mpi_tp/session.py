@@ -27,6 +27,9 @@ from mpi_tp.models.mlp_stack import MLPStack
 from mpi_tp.shards.reader import ShardSet
 from mpi_tp.tokenizer import Tokenizer
 
+STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Most tokens of a step by device: enough to keep it busy, few enough that decoding beside a long prompt goes on."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -115,12 +118,13 @@ def open_runner(session: Session) -> Runner:
     job, config, model = session.job, session.config, session.model
     assert isinstance(config, ModelConfig), f"no language model: {config.model_type}"
     assert isinstance(model, CausalLM), f"no language model: {model}"
+    on_gpu = session.device.type == "cuda"
     block_bytes = BLOCK_SIZE * bytes_per_token(config, job.rank, job.size, session.dtype)
-    wanted = session.options.max_batch_size * blocks_for(config.max_position_embeddings)
+    wanted = session.options.max_batch_size * blocks_for(config.max_position_embeddings) + on_gpu
     with job.phase("allocating the key/value cache"):
         budget = session.options.kv_memory or cache_budget(session.device, ranks_sharing(job.world, session.device))
         num_blocks, rank = min((num, rank) for rank, num in enumerate(job.world.allgather(budget // block_bytes)))
-        if num_blocks < 1:
+        if num_blocks <= on_gpu:
             raise ConfigurationError(
                 f"the key/value cache needs {block_bytes} bytes on a rank for {BLOCK_SIZE} tokens, and rank {rank} has "
                 "less: raise --kv-memory, or use more ranks"
@@ -129,7 +133,18 @@ def open_runner(session: Session) -> Runner:
         what = f"a key/value cache of {num_blocks * block_bytes} bytes on rank {job.rank}"
         with fitting(what, "lower --kv-memory or --max-batch-size"):
             caches = allocate_cache(config, num_blocks, job.rank, job.size, session.dtype, session.device)
-    return HostRunner(model, caches, session.device)
+    if not on_gpu:
+        return HostRunner(model, caches, session.device)
+    from mpi_tp.engine.device_runner import DeviceRunner  # which brings Triton
+
+    return DeviceRunner(
+        model,
+        caches,
+        session.device,
+        max_batch_size=session.options.max_batch_size,
+        max_length=config.max_position_embeddings,
+        uses_graphs=session.comm.is_capturable,
+    )
 
 
 def open_engine(session: Session, runner: Runner) -> Engine | None:
@@ -144,7 +159,7 @@ def open_engine(session: Session, runner: Runner) -> Engine | None:
     return Engine(
         session.comm,
         runner,
-        Scheduler(BlockPool(runner.num_blocks), session.options.max_batch_size),
+        Scheduler(BlockPool(runner.num_blocks), session.options.max_batch_size, STEP_TOKENS[session.device.type]),
         tokenizer,
         context_length=config.max_position_embeddings,
         eos_token_ids=frozenset(config.eos_token_ids) | (tokenizer.eos_token_ids if tokenizer else frozenset()),

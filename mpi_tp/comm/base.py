@@ -16,6 +16,8 @@ class Communicator(Protocol):
 
     rank: int
     size: int
+    is_capturable: bool
+    """Whether a CUDA graph can capture the tensor collectives: they queue work and wait for nothing."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` [...] over all ranks, in place, and return it. bf16 and f16 are summed in float32."""

@@ -12,6 +12,8 @@ from mpi_tp.comm import blocks
 class SingleCommunicator:
     """One rank alone, so that layers need no special case for it. Starts no MPI."""
 
+    is_capturable = True
+
     rank = 0
     size = 1
 

@@ -1,8 +1,8 @@
 """Programmatic dependent launch: a kernel starts while the one before it still runs.
 
 A kernel that is launched so may fetch weights at once, but must call `wait_for_inputs` before it reads what an earlier
-kernel wrote and before its first store. Where `let_next_start` comes first, several kernels ahead may fetch already while
-one with little to do, a norm say, leaves the memory idle; each still waits until the one before it is done.
+kernel wrote and before its first store. Where `let_next_start` comes first, several kernels ahead may fetch already
+while one with little to do, a norm say, leaves the memory idle; each still waits until the one before it is done.
 """
 
 import functools
