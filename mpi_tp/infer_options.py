@@ -68,10 +68,12 @@ def _consistent(options: InferOptions) -> InferOptions:
     return options
 
 
-class _Flags(Protocol):
+class Flags(Protocol):
     """A parser or a group of it."""
 
-    def add_argument(self, *names: str, **settings: Any) -> argparse.Action: ...
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        """Add a flag, as argparse does."""
+        ...
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,11 +85,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_files(parser)
     _add_sampling(parser.add_argument_group("sampling", "options on an input line win over these"))
-    _add_machine(parser.add_argument_group("ranks, devices and batching"))
+    machine = parser.add_argument_group("ranks, devices and batching")
+    add_device_flags(machine)
+    add_batch_size_flag(machine, default=64)
+    add_kv_memory_flag(machine)
     return parser
 
 
-def _add_files(flags: _Flags) -> None:
+def _add_files(flags: Flags) -> None:
     flags.add_argument(
         "--shards", metavar="DIR", default="shards", help="the shard set, made by python -m sharder (%(default)s)"
     )
@@ -108,7 +113,7 @@ def _add_files(flags: _Flags) -> None:
     flags.add_argument("--config", metavar="FILE", help="a YAML file that sets any of these flags; the flag wins")
 
 
-def _add_sampling(flags: _Flags) -> None:
+def _add_sampling(flags: Flags) -> None:
     default = SamplingParams()
     flags.add_argument(
         "--max-new-tokens",
@@ -143,7 +148,8 @@ def _add_sampling(flags: _Flags) -> None:
     flags.add_argument("--logprobs", action="store_true", help="add the log-probability of each token")
 
 
-def _add_machine(flags: _Flags) -> None:
+def add_device_flags(flags: Flags) -> None:
+    """Add what says where a model runs, and when a job has stalled."""
     flags.add_argument(
         "--comm",
         choices=get_args(CommChoice),
@@ -162,22 +168,30 @@ def _add_machine(flags: _Flags) -> None:
         "within rounding; auto: invariant on CPU, fast on GPU",
     )
     flags.add_argument(
-        "--max-batch-size",
-        metavar="B",
-        type=positive_int,
-        default=64,
-        help="most sequences that run at once (%(default)s)",
-    )
-    flags.add_argument(
-        "--kv-memory",
-        metavar="SIZE",
-        type=size,
-        help="memory of each rank for keys and values, like 512M, 4GiB (what is free)",
-    )
-    flags.add_argument(
         "--stall-timeout",
         metavar="SECONDS",
         type=positive_float,
         default=300.0,
         help="end the job when a rank makes no progress for this long (%(default)g)",
+    )
+
+
+def add_batch_size_flag(flags: Flags, default: int) -> None:
+    """Add the bound on sequences that run at once."""
+    flags.add_argument(
+        "--max-batch-size",
+        metavar="B",
+        type=positive_int,
+        default=default,
+        help="most sequences that run at once (%(default)s)",
+    )
+
+
+def add_kv_memory_flag(flags: Flags) -> None:
+    """Add the size of the key/value cache."""
+    flags.add_argument(
+        "--kv-memory",
+        metavar="SIZE",
+        type=size,
+        help="memory of each rank for keys and values, like 512M, 4GiB (what is free)",
     )

@@ -1,5 +1,6 @@
 """From a rank's shard file to a model on its device."""
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,16 @@ from mpi_tp.models.causal_lm import CausalLM
 from mpi_tp.models.families import parse_config, tensor_table
 from mpi_tp.models.mlp_stack import MLPStack
 from mpi_tp.partition.plan import Plan, plan_shards
+from mpi_tp.shards.device_copy import DeviceReader
+from mpi_tp.shards.read_ahead import ReadAhead
 from mpi_tp.shards.reader import RankFile, ShardSet
+
+MAX_READERS = 4
+"""Threads that read; more are no faster than the memory is."""
+DEVICE_AHEAD_BYTES = 2 << 30
+"""Of tensors that no layer has taken yet. They are a part of the model, so they cost a GPU nothing in the end."""
+HOST_AHEAD_BYTES = 64 << 20
+"""The same for each reader on a CPU, where weights are packed and what is read is given back."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +64,39 @@ def load_model(
 
     Raises FileError for damaged data, ConfigurationError for a set of another plan and for too little memory.
     """
+    start = time.perf_counter()
     plan = check_plan(shards)
-    taken: dict[str, int] = {}
+    config = parse_config(shards.config)
     # Kernels that compute in the weights' dtype need one for all: norms and biases are often stored wider.
     dtype = shards.weights_dtype if kernels.activation_dtype is None else None
+    taken: set[str] = set()
+    fit = fitting(f"rank {comm.rank}'s part of the model on its {device.type}", "use more ranks")
+    with fit, _read_ahead(rank_file, device) as tensors:
 
-    def take(name: str) -> torch.Tensor:
-        assert name not in taken, f"{name} was taken twice"
-        tensor = rank_file.read(name)
-        taken[name] = tensor.nbytes
-        tensor = tensor.to(device, dtype)
-        on_progress()
-        return tensor
+        def take(name: str) -> torch.Tensor:
+            assert name not in taken, f"{name} was taken twice"
+            taken.add(name)
+            tensor = tensors.take(name).to(dtype=dtype)
+            on_progress()
+            return tensor
 
-    start = time.perf_counter()
-    config = parse_config(shards.config)
-    context = LayerContext(comm, kernels, plan, device, take)
-    with fitting(f"rank {comm.rank}'s part of the model on its {device.type}", "use more ranks"):
+        context = LayerContext(comm, kernels, plan, device, take)
         model = MLPStack(context, config) if isinstance(config, MLPConfig) else CausalLM(context, config)
-    assert taken.keys() == plan.keys(), f"tensors that no layer took: {sorted(plan.keys() - taken.keys())}"
-    return model, LoadFigures(sum(taken.values()), time.perf_counter() - start)
+    assert taken == plan.keys(), f"tensors that no layer took: {sorted(plan.keys() - taken)}"
+    if device.type == "cuda":
+        # Joined weights leave their parts' memory with torch; the key/value cache goes by what the driver has free.
+        torch.cuda.empty_cache()
+    num_bytes = sum(part.num_bytes for part in rank_file.tensors.values())
+    return model, LoadFigures(num_bytes, time.perf_counter() - start)
+
+
+def _read_ahead(rank_file: RankFile, device: torch.device) -> ReadAhead:
+    """Return the tensors of a rank file on `device`, read by the cores that this rank may use."""
+    num_cores = len(os.sched_getaffinity(0))
+    if device.type == "cuda":
+        num_threads = min(num_cores, MAX_READERS)
+        reader = DeviceReader(rank_file, device, num_threads)
+        return ReadAhead(rank_file, device, reader.read_into, num_threads, DEVICE_AHEAD_BYTES)
+    # The caller's thread packs weights meanwhile, and is all there is on a single core.
+    num_threads = min(num_cores - 1, MAX_READERS)
+    return ReadAhead(rank_file, device, rank_file.read_into, num_threads, num_threads * HOST_AHEAD_BYTES)

@@ -63,17 +63,19 @@ class RunReport:
         """Return everything that `FILE.meta.json` holds."""
         return {
             "set_id": self.set_id,
-            "versions": {
-                "mpi-tp": __version__,
-                "python": platform.python_version(),
-                **{name: version(name) for name in PACKAGES},
-            },
+            "versions": versions(),
             "options": {name: _plain(value) for name, value in asdict(options).items()},
             "job_id": os.environ.get("SLURM_JOB_ID"),
             "ranks": [asdict(rank) for rank in self.ranks],
             "start_seconds": self.start_seconds,
             "figures": vars(self.figures),
         }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what a result may depend on."""
+    own = {"mpi-tp": __version__, "python": platform.python_version()}
+    return own | {name: version(name) for name in PACKAGES}
 
 
 def seconds_since_start() -> float:
@@ -84,9 +86,10 @@ def seconds_since_start() -> float:
 
 def gather_report(session: Session, start_seconds: float, figures: Figures | None) -> RunReport | None:
     """Return the report on rank 0, which alone has `figures`; None on the others; collective."""
+    assert session.shards is not None, "a report names the set"
     mine = RankReport(
         host=socket.gethostname(),
-        device=_device_name(session.device),
+        device=device_name(session.device),
         loaded_bytes=session.load_figures.num_bytes,
         load_seconds=session.load_figures.seconds,
         peak_bytes=peak_bytes(session.device),
@@ -95,7 +98,8 @@ def gather_report(session: Session, start_seconds: float, figures: Figures | Non
     return RunReport(session.shards.set_id, start_seconds, ranks, figures) if figures else None
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Return what tells this device from any other of its host."""
     if device.type == "cpu":
         return "cpu"
     properties = torch.cuda.get_device_properties(device)

@@ -16,6 +16,8 @@ class Communicator(Protocol):
 
     rank: int
     size: int
+    is_capturable: bool
+    """Whether a CUDA graph can capture the tensor collectives: they queue work and wait for nothing."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` [...] over all ranks, in place, and return it. bf16 and f16 are summed in float32."""
@@ -24,7 +26,8 @@ class Communicator(Protocol):
     def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
         """Concatenate along `dim` what the ranks hold; rank r's tensor has `sizes[r]` (0 is allowed) there.
 
-        Returns a new contiguous tensor [..., sum(sizes), ...], the same bits on every rank.
+        Returns a contiguous tensor [..., sum(sizes), ...], the same bits on every rank; `tensor` itself if it is all
+        there is.
         """
         ...
 

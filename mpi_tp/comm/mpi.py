@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class MpiCommunicator:
     """The ranks of an mpi4py communicator, which nobody else may use: give it a duplicate of a shared one."""
 
+    is_capturable = False
+
     def __init__(self, mpi_comm: "MPI.Intracomm") -> None:
         from mpi4py import MPI
 

@@ -25,6 +25,8 @@ _ABORT_SECONDS = 2.0
 class NcclCommunicator:
     """The ranks of an MPI communicator, each with its GPU; made by `create`."""
 
+    is_capturable = True
+
     def __init__(self, host: MpiCommunicator, nccl: Any, device: torch.device) -> None:
         from nccl.core import SUM
 

@@ -12,6 +12,8 @@ from mpi_tp.comm import blocks
 class SingleCommunicator:
     """One rank alone, so that layers need no special case for it. Starts no MPI."""
 
+    is_capturable = True
+
     rank = 0
     size = 1
 
@@ -21,13 +23,13 @@ class SingleCommunicator:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
-        """Return a copy of `tensor`, which has `sizes[0]` along `dim`."""
+        """Return `tensor` itself, which has `sizes[0]` along `dim`."""
         blocks.check_contiguous(tensor)
         blocks.check_own_size(tensor, sizes, 0, dim)
-        return tensor.clone()
+        return tensor
 
     def reduce_scatter(self, tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
-        """Return a copy of `tensor`, which has `sizes[0]` along `dim`."""
+        """Return `tensor` itself, which has `sizes[0]` along `dim`."""
         return self.all_gather(tensor, sizes, dim)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:

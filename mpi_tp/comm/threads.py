@@ -32,6 +32,8 @@ class _Group:
 class ThreadCommunicator:
     """One rank of a group of threads, made by `run_ranks`. Sums run in rank order: equal bits everywhere."""
 
+    is_capturable = False
+
     def __init__(self, group: _Group, rank: int) -> None:
         self.rank = rank
         self.size = group.size

@@ -1,10 +1,12 @@
 """The arithmetic of the model: one interface, one implementation per device and promise about numerics.
 
     base.py            the operations, and what each of them means
-    torch_kernels.py   plain torch, CPU and CUDA: equal within rounding (`fast`)
+    composed.py        the larger ones put together from elementary ones
+    torch_kernels.py   plain torch, CPU and CUDA: the definition that the others are measured against
     invariant.py       compiled for this CPU: the bits of a row depend on that row and the weights alone (`invariant`)
+    gpu_kernels.py     Triton for NVIDIA GPUs, `invariant` or `fast`; the kernels are in gpu/
 
-Importing this package compiles nothing; the compiler is imported when `select` first returns invariant kernels.
+Importing this package compiles nothing; a compiler is imported when `select` first returns kernels that need it.
 """
 
 import torch
@@ -13,22 +15,26 @@ from mpi_tp.errors import ConfigurationError
 from mpi_tp.kernels.base import Kernels
 from mpi_tp.kernels.torch_kernels import TorchKernels
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def select(device: torch.device, numerics: str, dtype: torch.dtype) -> Kernels:
     """Return the kernels for weights of `dtype` on `device`; `numerics` is auto, invariant or fast.
 
     `auto` means invariant on the CPU and fast on a GPU. Raises ConfigurationError where there is no such kernel.
     """
-    if numerics == "fast" or (numerics == "auto" and device.type == "cuda"):
+    invariant = numerics == "invariant" or (numerics == "auto" and device.type == "cpu")
+    if device.type == "cpu" and not invariant:
         return TorchKernels()
-    if device.type == "cuda":
-        raise ConfigurationError(
-            "--numerics invariant runs on the CPU only, but the device is cuda: use --numerics fast"
-        )
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ConfigurationError(
-            f"--numerics invariant takes float32, bfloat16 or float16 weights, these are {dtype}: use --numerics fast"
-        )
-    from mpi_tp.kernels.invariant import InvariantKernels
+    if dtype not in DTYPES:
+        advice = ": use --numerics fast" if device.type == "cpu" else ""
+        raise ConfigurationError(f"these kernels take float32, bfloat16 or float16 weights, not {dtype}{advice}")
+    if device.type == "cpu":
+        from mpi_tp.kernels.invariant import InvariantKernels
 
-    return InvariantKernels()
+        return InvariantKernels()
+    try:
+        from mpi_tp.kernels.gpu_kernels import GpuKernels
+    except ImportError as error:
+        raise ConfigurationError(f"a GPU needs Triton, which comes with torch for CUDA ({error})") from error
+    return GpuKernels(invariant)

@@ -6,6 +6,7 @@ Shape suffix legend
   B = sequences in the step    P = blocks of the key/value cache    S = tokens a block
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +30,17 @@ class AttentionHeads:
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     norm_eps: float = 0.0
+
+    @functools.cached_property
+    def head_starts(self) -> torch.Tensor:
+        """int32 [G + 1]: the query heads of key/value head g are head_starts[g] … head_starts[g + 1] - 1."""
+        counts = torch.bincount(self.kv_index, minlength=self.num_kv_heads)
+        return torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
+
+    @functools.cached_property
+    def largest_group(self) -> int:
+        """The most query heads that share a key/value head."""
+        return int(torch.bincount(self.kv_index).max())
 
     @property
     def num_heads(self) -> int:
@@ -122,6 +134,14 @@ class Kernels(Protocol):
         """
         ...
 
-    def argmax(self, x_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each row's largest number [R] and the first column [R] that holds it; a NaN counts as largest."""
+    def best_token(self, logits_RN: torch.Tensor, start: int) -> torch.Tensor:
+        """Return each row's largest logit and its token as float32 [R, 2]; column n is token start + n.
+
+        Of equal logits the first wins; a NaN counts as largest; a row of no columns gives minus infinity. Tokens stay
+        below 2^24, where float32 is exact.
+        """
+        ...
+
+    def choose_token(self, best_RX2: torch.Tensor) -> torch.Tensor:
+        """Return the token [R] int64 of the best pair of each row [R, ranks, 2], -1 where that logit is not finite."""
         ...

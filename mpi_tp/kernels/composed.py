@@ -3,6 +3,7 @@
 Shape suffixes as in base.py.
 """
 
+import math
 from typing import Any, Protocol
 
 import torch
@@ -75,7 +76,15 @@ class ComposedKernels:
         self.write_kv(self.rotary(k_TGD, *rotation), v_TGD, cache, inputs.slots)
         return self.rotary(q_THD, *rotation)
 
-    def argmax(self, x_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each row's largest number [R] and the first column [R] that holds it; a NaN counts as largest."""
-        values, columns = x_RN.max(dim=-1)
-        return values, columns
+    def best_token(self, logits_RN: torch.Tensor, start: int) -> torch.Tensor:
+        """Return each row's largest logit and its token [R, 2], the first of equals."""
+        if not logits_RN.shape[1]:
+            return torch.tensor([-math.inf, 0.0], device=logits_RN.device).repeat(len(logits_RN), 1)
+        values, columns = logits_RN.max(dim=-1)
+        return torch.stack((values.float(), (columns + start).float()), dim=-1)
+
+    def choose_token(self, best_RX2: torch.Tensor) -> torch.Tensor:
+        """Return the token [R] of the best pair [R, ranks, 2], -1 where its logit is not finite."""
+        values, tokens = best_RX2.unbind(-1)
+        top, owner = values.max(dim=-1, keepdim=True)
+        return torch.where(top.isfinite(), tokens.gather(-1, owner), -1.0).squeeze(-1).long()

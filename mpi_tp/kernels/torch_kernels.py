@@ -11,7 +11,7 @@ from torch.nn import functional
 from mpi_tp.kernels.base import AttentionHeads, AttentionInputs, Cache
 from mpi_tp.kernels.composed import ComposedKernels
 
-_FUNCTIONS = {
+FUNCTIONS = {
     "relu": torch.relu,
     "gelu": functional.gelu,
     "silu": functional.silu,
@@ -100,7 +100,7 @@ class TorchKernels(ComposedKernels):
 
     def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Return relu, gelu (exact, by erf), silu, tanh or none of x."""
-        return _FUNCTIONS[name](x)
+        return FUNCTIONS[name](x)
 
     def write_kv(self, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cache: Cache, slots_T: torch.Tensor) -> None:
         """Store keys and values [T, G, D] in the caches [P, S, G, D] at their slots."""

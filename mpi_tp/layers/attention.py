@@ -24,7 +24,7 @@ class Attention:
         self._kernels = context.kernels
         self._window = config.sliding_window
         self._qkv_proj = ColumnParallelLinear(context, f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
-        self._heads = AttentionHeads(
+        self.heads = AttentionHeads(
             kv_index=torch.tensor(kv_heads.index(comm.rank, comm.size), dtype=torch.int64, device=context.device),
             num_kv_heads=stop - start,
             head_dim=config.head_dim,
@@ -42,6 +42,6 @@ class Attention:
         `rotation` holds the cosines and sines [T, D] of the tokens' positions.
         """
         qkv = self._qkv_proj(x_TK)
-        q_THD = self._kernels.rotate_and_store(qkv, self._heads, rotation, cache, inputs)
-        y_THD = self._kernels.attention(q_THD, cache, self._heads, inputs, self._window)
+        q_THD = self._kernels.rotate_and_store(qkv, self.heads, rotation, cache, inputs)
+        y_THD = self._kernels.attention(q_THD, cache, self.heads, inputs, self._window)
         return self._o_proj(y_THD.flatten(1))

@@ -47,9 +47,6 @@ class ParallelLMHead:
 
         Only each rank's best is gathered. Of equal logits the lowest token wins, as in an argmax over all of them.
         """
-        values, columns = self._kernels.argmax(self._kernels.linear(hidden, self._weight))
-        best = torch.stack((values.float(), (columns + self._start).float()), dim=-1)  # ids below 2^24 are exact
-        by_rank = self._comm.all_gather(best, [2] * self._comm.size).unflatten(-1, (-1, 2))
-        values, ids = by_rank.unbind(-1)
-        value, owner = values.max(dim=-1, keepdim=True)
-        return torch.where(value.isfinite(), ids.gather(-1, owner), -1.0).squeeze(-1).long()
+        best = self._kernels.best_token(self._kernels.linear(hidden, self._weight), self._start)
+        by_rank = self._comm.all_gather(best, [2] * self._comm.size)
+        return self._kernels.choose_token(by_rank.unflatten(-1, (-1, 2)))

@@ -4,7 +4,7 @@ Nothing in the file is believed before it was compared with the manifest.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import xxhash
 from h5py import h5d
 
-from mpi_tp.errors import FileError
+from mpi_tp.errors import FileError, StoppedError
 from mpi_tp.shards.checksum import CHUNK_BYTES, digest_outside, tensor_bytes
 from mpi_tp.shards.dtypes import hdf5_type
 from mpi_tp.shards.format import FileEntry, Manifest, PartEntry, TensorEntry, part_attributes, root_attributes
@@ -31,6 +31,7 @@ class RankFile:
         entry = manifest.files[rank]
         self.path = directory / entry.name
         self.rank = rank
+        self._interrupted = False
         self._descriptor = open_sized(self.path, entry)
         try:
             self.tensors: Mapping[str, PartEntry] = _read_structure(self.path, entry, manifest, rank)
@@ -58,30 +59,55 @@ class RankFile:
         """
         part = self.tensors[name]
         tensor = torch.empty(part.shape, dtype=part.dtype)
+        self.read_into(name, tensor)
+        return tensor
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Read into a contiguous CPU tensor of the part's shape and dtype; raises FileError as `read` does."""
+        elements = tensor_bytes(tensor)
+        starts = range(0, len(elements), CHUNK_BYTES)
+        for _ in self.pieces(name, (elements[start : start + CHUNK_BYTES] for start in starts)):
+            pass
+
+    def pieces(self, name: str, buffers: Iterable[memoryview]) -> Iterator[memoryview]:
+        """Read tensor `name` piece by piece, each into the next of `buffers`, and yield every piece once it is there.
+
+        A piece fills its buffer, but for the last one. Exhaust the iterator: the checksum is verified at its end.
+        Raises FileError as `read` does, StoppedError after `interrupt`.
+        """
+        part = self.tensors[name]
         digest = xxhash.xxh3_128()
-        buffer = tensor_bytes(tensor)
+        source = iter(buffers)
         position = 0
-        while position < len(buffer):
-            piece = buffer[position : position + CHUNK_BYTES]
-            count = self._read_piece(name, piece, part.offset + position)
-            digest.update(piece[:count])
-            position += count
+        while position < part.num_bytes:
+            piece = next(source)[: part.num_bytes - position]
+            self._fill(name, piece, part.offset + position)
+            digest.update(piece)
+            position += len(piece)
+            yield piece
         if digest.hexdigest() != part.checksum:
             raise FileError(
                 f"{self.path}: tensor {name} of rank {self.rank} is damaged: its checksum is {digest.hexdigest()}, "
                 f"written was {part.checksum}: shard the source again"
             )
-        return tensor
 
-    def _read_piece(self, name: str, piece: memoryview, offset: int) -> int:
+    def interrupt(self) -> None:
+        """Make the reads that other threads are in end soon, with a StoppedError; there are none after it."""
+        self._interrupted = True
+
+    def _fill(self, name: str, buffer: memoryview, offset: int) -> None:
         where = f"{self.path}: tensor {name} of rank {self.rank}"
-        try:
-            count = os.preadv(self._descriptor, [piece], offset)
-        except OSError as error:
-            raise FileError(f"{where} cannot be read: {error.strerror}") from error
-        if not count:
-            raise FileError(f"{where} is cut off at byte {offset}: shard the source again")
-        return count
+        position = 0
+        while position < len(buffer):
+            if self._interrupted:
+                raise StoppedError(f"{where} was not read to its end")
+            try:
+                count = os.preadv(self._descriptor, [buffer[position:]], offset + position)
+            except OSError as error:
+                raise FileError(f"{where} cannot be read: {error.strerror}") from error
+            if not count:
+                raise FileError(f"{where} is cut off at byte {offset + position}: shard the source again")
+            position += count
 
     def _check_digest(self, entry: FileEntry) -> None:
         extents = [(part.offset, part.offset + part.num_bytes) for part in self.tensors.values() if part.num_bytes]

@@ -218,12 +218,21 @@ def test_add_rms_norm(numerics):
 
 
 @BOTH
-def test_argmax_takes_the_first_of_equals(numerics):
+def test_the_best_token_is_the_first_of_equals(numerics):
+    kernels = kernels_for(numerics)
     x = torch.tensor([[1.0, 3.0, 3.0, 2.0], [-5.0, -math.inf, -4.0, -4.0], [0.0, math.nan, math.inf, 1.0]])
-    values, columns = kernels_for(numerics).argmax(x)
-    assert columns.tolist() == [1, 2, 1]
-    assert values[:2].tolist() == [3.0, -4.0]
-    assert values[2].isnan()
+    best = kernels.best_token(x, 100)
+    assert best[:, 1].tolist() == [101.0, 102.0, 101.0]
+    assert best[:2, 0].tolist() == [3.0, -4.0]
+    assert best[2, 0].isnan()
+    assert kernels.best_token(x[:, :0], 7)[:, 0].tolist() == [-math.inf] * 3
+
+
+@BOTH
+def test_the_token_of_the_best_rank(numerics):
+    pairs = [[[1.0, 5.0], [2.0, 50.0]], [[2.0, 6.0], [2.0, 60.0]], [[3.0, 7.0], [math.nan, 70.0]], [[9.0, 8.0]] * 2]
+    pairs += [[[math.inf, 9.0], [0.0, 90.0]]]
+    assert kernels_for(numerics).choose_token(torch.tensor(pairs)).tolist() == [50, 6, -1, 8, -1]
 
 
 @BOTH
@@ -242,11 +251,8 @@ def test_select():
     from mpi_tp.kernels.invariant import InvariantKernels
     from mpi_tp.kernels.torch_kernels import TorchKernels
 
-    cuda = torch.device("cuda")
     assert isinstance(select(CPU, "auto", torch.bfloat16), InvariantKernels)
     assert isinstance(select(CPU, "fast", torch.bfloat16), TorchKernels)
-    assert isinstance(select(cuda, "auto", torch.bfloat16), TorchKernels)
-    with pytest.raises(ConfigurationError, match="--numerics fast"):
-        select(cuda, "invariant", torch.bfloat16)
-    with pytest.raises(ConfigurationError, match="float8"):
-        select(CPU, "invariant", torch.float8_e4m3fn)
+    for device, numerics in ((CPU, "invariant"), (torch.device("cuda"), "fast")):
+        with pytest.raises(ConfigurationError, match="float8"):
+            select(device, numerics, torch.float8_e4m3fn)

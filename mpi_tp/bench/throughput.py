@@ -1,0 +1,112 @@
+"""A queue of requests, all submitted at once: output tokens a second, and how long each waits."""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from mpi_tp.bench.chart import Chart
+from mpi_tp.bench.chosen_model import ChosenModel
+from mpi_tp.bench.report import Row
+from mpi_tp.bench.requests import random_prompt, submit
+from mpi_tp.bench.settings import ThroughputOptions
+from mpi_tp.bench.timing import percentiles
+from mpi_tp.engine.engine import Engine, follow
+from mpi_tp.errors import ConfigurationError
+from mpi_tp.session import Machine, open_engine, open_runner
+
+CHART = Chart("requests", ("tokens_per_s",))
+
+WARM_UP_PROMPT = 16
+WARM_UP_TOKENS = 4
+"""Of as many short requests as run at once, before the clock: what is compiled or captured at first use, is."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each step ended, in seconds since all requests were submitted, and what ended in it.
+
+    `ends` has a pair for each request: the step that gave it its last token, and how many it has got.
+    """
+
+    step_ends: list[float]
+    ends: list[tuple[int, int]]
+
+    def token_times(self) -> list[list[float]]:
+        """Return when each request got each of its tokens: one a step, since the first, as the engine promises."""
+        return [self.step_ends[last - count + 1 : last + 1] for last, count in self.ends]
+
+
+def measure(machine: Machine, model: ChosenModel, settings: ThroughputOptions) -> list[Row]:
+    """Return one row on rank 0, none on the others; collective. Raises ConfigurationError for too long requests."""
+    longest = settings.input_len[1] + settings.output_len[1]
+    if longest > model.config.max_position_embeddings:
+        raise ConfigurationError(
+            f"--input-len and --output-len take up to {longest} tokens and the model's context holds "
+            f"{model.config.max_position_embeddings}: lower them"
+        )
+    session = model.load(machine)
+    runner = open_runner(session)
+    engine = open_engine(session, runner)
+    rows = []
+    with machine.job.phase("generating"):
+        if engine is None:
+            follow(session.comm, runner, machine.job.progress)
+        else:
+            rows.append(_serve(engine, settings, model.config.vocab_size, machine))
+            engine.close()
+    return rows
+
+
+def draw_lengths(settings: ThroughputOptions) -> list[tuple[int, int]]:
+    """Return the tokens of each prompt and of its answer."""
+    generator = random.Random(settings.seed)
+    return [
+        (generator.randint(*settings.input_len), generator.randint(*settings.output_len))
+        for _ in range(settings.requests)
+    ]
+
+
+def _serve(engine: Engine, settings: ThroughputOptions, vocab_size: int, machine: Machine) -> Row:
+    generator = random.Random(settings.seed)
+    warm_up = [(random_prompt(generator, WARM_UP_PROMPT, vocab_size), WARM_UP_TOKENS)]
+    run_queue(engine, warm_up * min(settings.requests, machine.options.max_batch_size), machine.job.progress)
+    queue = [(random_prompt(generator, length, vocab_size), answer) for length, answer in draw_lengths(settings)]
+    return summarise(run_queue(engine, queue, machine.job.progress))
+
+
+def run_queue(engine: Engine, queue: list[tuple[list[int], int]], on_step: Callable[[], None]) -> Timeline:
+    """Submit all prompts, each with its number of new tokens, and run them to the end."""
+    timeline = Timeline([], [])
+    start = time.perf_counter()
+    for key, (prompt, max_new_tokens) in enumerate(queue):
+        submit(engine, key, prompt, max_new_tokens)
+    while not engine.is_idle:
+        outcomes = engine.step()
+        timeline.step_ends.append(time.perf_counter() - start)
+        for outcome in outcomes:
+            if outcome.error:
+                raise outcome.error
+            timeline.ends.append((len(timeline.step_ends) - 1, len(outcome.completions[0].token_ids)))
+        on_step()
+    return timeline
+
+
+def summarise(timeline: Timeline) -> Row:
+    """Return the figures of a run."""
+    times = timeline.token_times()
+    first_p50, first_p99 = percentiles([tokens[0] for tokens in times])
+    gaps = [after - before for tokens in times for before, after in pairwise(tokens)]
+    gap_p50, gap_p99 = percentiles(gaps) if gaps else (None, None)
+    num_tokens, seconds = sum(map(len, times)), timeline.step_ends[-1]
+    return {
+        "requests": len(times),
+        "output_tokens": num_tokens,
+        "seconds": seconds,
+        "tokens_per_s": num_tokens / seconds,
+        "first_token_p50_s": first_p50,
+        "first_token_p99_s": first_p99,
+        "between_tokens_p50_s": gap_p50,
+        "between_tokens_p99_s": gap_p99,
+    }

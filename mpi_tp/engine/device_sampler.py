@@ -1,0 +1,69 @@
+"""The next tokens from their logits, on the device: the choice that `sampler` defines, for all rows at once.
+
+Every rank holds the same logits and the same random numbers, so every rank chooses the same tokens.
+
+  R = rows    V = vocabulary
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+ROWS_AT_ONCE = 32
+"""Bounds the memory for float64 copies of the logits."""
+
+
+@dataclass(frozen=True)
+class SamplingTensors:
+    """What `step.SamplingRows` says, on the device; each [R]. `filters` is whether any row has top_k or top_p."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    uniform: torch.Tensor
+    filters: bool
+
+    def rows(self, start: int, stop: int) -> "SamplingTensors":
+        """Return some of the rows."""
+        tensors = (self.temperature, self.top_k, self.top_p, self.uniform)
+        temperature, top_k, top_p, uniform = (tensor[start:stop] for tensor in tensors)
+        return SamplingTensors(temperature, top_k, top_p, uniform, self.filters)
+
+
+def sample(logits: torch.Tensor, rows: SamplingTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens [R] int64, -1 where the logits [R, V] are not finite, and their log-probabilities [R] float32."""
+    spans = [(start, start + ROWS_AT_ONCE) for start in range(0, len(logits), ROWS_AT_ONCE)]
+    parts = [_sample(logits[start:stop].double(), rows.rows(start, stop)) for start, stop in spans]
+    tokens, logprobs = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _sample(logits: torch.Tensor, rows: SamplingTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    top, greedy = logits.max(dim=-1)
+    shifted = logits - top[:, None]
+    heat = torch.where(rows.temperature > 0, rows.temperature, 1.0).double()
+    weights = (shifted / heat[:, None]).exp()
+    order = None
+    if rows.filters:
+        weights, order = weights.sort(dim=-1, descending=True, stable=True)  # of equals the lower id comes first
+        weights = _filter(weights, rows)
+    cumulative = weights.cumsum(dim=-1)
+    target = rows.uniform[:, None] * cumulative[:, -1:]
+    last = (weights > 0).sum(dim=-1, keepdim=True) - 1 if rows.filters else weights.shape[1] - 1
+    index = torch.searchsorted(cumulative, target, right=True).clamp(max=last)
+    drawn = index if order is None else order.gather(-1, index)
+    tokens = torch.where(rows.temperature > 0, drawn.squeeze(-1), greedy)
+    logprobs = shifted.gather(-1, tokens[:, None]).squeeze(-1) - shifted.exp().sum(dim=-1).log()
+    return torch.where(top.isfinite(), tokens, -1), logprobs.float()
+
+
+def _filter(weights: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
+    """Set to zero what neither top_k nor top_p keeps of weights [R, V] in descending order."""
+    rank = torch.arange(weights.shape[1], device=weights.device)
+    size = torch.where(rows.top_k > 0, rows.top_k, weights.shape[1])
+    weights = torch.where(rank < size[:, None], weights, 0.0)
+    cumulative = weights.cumsum(dim=-1)
+    enough = rows.top_p.double()[:, None] * cumulative[:, -1:]
+    before = cumulative - weights
+    keep = (before < enough) | (rank == 0) | (rows.top_p[:, None] >= 1)
+    return torch.where(keep, weights, 0.0)
