@@ -90,15 +90,15 @@ class Scheduler:
         """Run every sequence that lacks its last token only."""
         chunks: list[Chunk] = []
         for sequence in self._running:  # which loses sequences at its end meanwhile, none that has been served
-            start = sequence.computed
-            if sequence.length - start > 1 or sequence.length == sequence.max_length:
+            start, length = sequence.computed, sequence.length
+            if length - start > 1 or length == sequence.max_length:
                 continue  # a prompt, or one whose last token is on its way
             if len(chunks) == self._max_step_tokens:
                 break
             if start < len(sequence.blocks) * BLOCK_SIZE or self._grow(sequence):
-                sequence.computed = start + 1
-                sequence.length += 1
-                chunks.append(Chunk(sequence, start, start + 1, True))
+                sequence.computed = length
+                sequence.length = length + 1
+                chunks.append(Chunk(sequence, start, length, True))
         return chunks
 
     def _run(self, sequence: Sequence, room: int) -> Chunk:
