@@ -159,4 +159,4 @@ class Scheduler:
         self._register(sequence, min(sequence.computed, len(sequence.tokens)))
         self._pool.release(sequence.blocks.tolist())
         sequence.blocks = no_blocks()
-        sequence.computed = sequence.num_registered = 0
+        sequence.computed = 0

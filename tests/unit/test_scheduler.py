@@ -242,11 +242,11 @@ def test_only_what_a_chunk_computes_can_be_shared_after_it():
 def test_an_answer_is_found_by_the_prompt_that_goes_on_from_it(delay):
     scheduler = Scheduler(BlockPool(100), max_batch_size=1)
     steps = Steps(scheduler, delay)
-    first = waiting_sequence(PROMPT[:20], 60, "first")
+    first = waiting_sequence(PROMPT[:20], 49, "first")
     scheduler.add([first])
     steps.run_all()
     scheduler.add([waiting_sequence([*first.tokens, 7, 8], key="second")])
-    assert steps.run()[0] == {"second": (48, 62, True)}
+    assert steps.run()[0] == {"second": (48, 51, True)}
 
 
 def test_the_longest_unused_content_is_given_up_first():
