@@ -32,11 +32,11 @@ MIN_ROWS = 16
 """The fewest columns that a product on tensor cores has."""
 ROWS = 64
 """Rows of a program that runs several tokens of a prompt."""
-JOINED_ROWS = 4
+JOINED_ROWS = 1
 """Rows of a program that joins units."""
 FEW_PROGRAMS = 128
 """So many leave multiprocessors idle."""
-AHEAD = 4
+AHEAD = 8
 """Units that it reads at once."""
 UNLIMITED = 2**30
 """A window wider than any sequence."""
@@ -237,7 +237,7 @@ class _Call:
         _join_kernel[(triton.cdiv(count * heads, JOINED_ROWS),)](
             tops, sums, parts, self.y_THD, self.inputs.positions, heads, count * heads, self.window,
             D=width, D_PADDED=triton.next_power_of_2(width), R=JOINED_ROWS, UNIT=unit, AHEAD=AHEAD,
-            num_warps=4, enable_fp_fusion=False, **launch_options(),
+            num_warps=1, enable_fp_fusion=False, **launch_options(),
         )  # fmt: skip
 
     def launch(
