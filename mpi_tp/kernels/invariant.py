@@ -7,6 +7,7 @@ float32 whatever the weights; float32 and bfloat16 weights stay as they are, flo
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -15,6 +16,8 @@ from mpi_tp.kernels.base import AttentionHeads, AttentionInputs, Cache
 from mpi_tp.kernels.composed import ComposedKernels
 from mpi_tp.kernels.simd import LANES
 
+NO_NORM = np.empty(0, np.float32)
+"""Stands for the weight of a norm that the model does not have."""
 UNLIMITED = 2**62
 """A window wider than any sequence."""
 
@@ -41,6 +44,17 @@ def _by_head(cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
     return keys.view(blocks, heads, width, size), values.view(blocks, heads, size, width)
 
 
+def _multiply(x_TK: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None) -> torch.Tensor:
+    """Return x · weightᵀ + bias, with a column for each of the weight's rows and for those that fill the last tile."""
+    y_TN = torch.zeros(x_TK.shape[0], weight.tiles.shape[0] * LANES)
+    bfloat16 = weight.tiles.dtype == torch.bfloat16
+    multiply = invariant_linear.multiply_bfloat16 if bfloat16 else invariant_linear.multiply_float32
+    multiply(_array(x_TK), weight.array, y_TN.numpy())
+    if bias_N is not None:
+        y_TN[:, : weight.size] += bias_N
+    return y_TN
+
+
 def _array(x: torch.Tensor) -> Any:
     return x.contiguous().numpy()
 
@@ -61,12 +75,15 @@ class InvariantKernels(ComposedKernels):
 
     def linear(self, x_TK: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return x · weightᵀ + bias [T, N]."""
-        y_TN = torch.zeros(x_TK.shape[0], weight.tiles.shape[0] * LANES)
-        bfloat16 = weight.tiles.dtype == torch.bfloat16
-        multiply = invariant_linear.multiply_bfloat16 if bfloat16 else invariant_linear.multiply_float32
-        multiply(_array(x_TK), weight.array, y_TN.numpy())
-        y_TN = y_TN[:, : weight.size].contiguous()
-        return y_TN if bias_N is None else y_TN.add_(bias_N)
+        return _multiply(x_TK, weight, bias_N)[:, : weight.size].contiguous()
+
+    def gated_linear(
+        self, x_TK: torch.Tensor, weight: PackedWeight, bias_2N: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return silu(x · gateᵀ) * (x · upᵀ) [T, N]."""
+        y_TN = torch.empty(x_TK.shape[0], weight.size // 2)
+        invariant_rows.gate(_multiply(x_TK, weight, bias_2N).numpy(), y_TN.numpy())
+        return y_TN
 
     def embedding(self, ids_T: torch.Tensor, weight: PackedWeight, start: int) -> torch.Tensor:
         """Return the rows [T, K] of the ids in start … start + N - 1, zeros for the others."""
@@ -81,6 +98,14 @@ class InvariantKernels(ComposedKernels):
         rows = -1, x.shape[-1]
         invariant_rows.rms_norm(_array(x.reshape(rows)), _array(weight.float()), eps, y.view(rows).numpy())
         return y
+
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + delta [T, K], which overwrites x, and its `rms_norm`."""
+        x, y = x.contiguous(), torch.empty(x.shape)
+        invariant_rows.add_rms_norm(x.numpy(), _array(delta), _array(weight.float()), eps, y.numpy())
+        return x, y
 
     def rotary(self, x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
         """Rotate heads [T, H, D] by position, halves together."""
@@ -102,6 +127,23 @@ class InvariantKernels(ComposedKernels):
         loops = {"gelu": invariant_rows.gelu, "silu": invariant_rows.silu, "tanh": invariant_rows.tanh}
         loops[name](_array(x.reshape(-1)), y.view(-1).numpy())
         return y
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        heads: AttentionHeads,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        cache: Cache,
+        inputs: AttentionInputs,
+    ) -> torch.Tensor:
+        """Return q [T, H, D], rotated; store k, rotated, and v in the cache."""
+        q_THD = torch.empty(len(qkv), heads.num_heads, heads.head_dim)
+        norms = (NO_NORM if norm is None else _array(norm.float()) for norm in (heads.q_norm, heads.k_norm))
+        places = (part.numpy() for part in _by_head(cache))
+        invariant_attention.rotate_and_store(
+            _array(qkv), *norms, heads.norm_eps, *map(_array, rotation), _array(inputs.slots), q_THD.numpy(), *places
+        )
+        return q_THD
 
     def write_kv(self, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cache: Cache, slots_T: torch.Tensor) -> None:
         """Store keys and values [T, G, D] in the caches [P, S, G, D] at their slots.
