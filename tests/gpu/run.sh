@@ -8,6 +8,8 @@ for ranks in ${RANKS:-2 4}; do
     echo "== conformance, ranks: $ranks"
     mpirun --oversubscribe --bind-to none -np "$ranks" python3 -m pytest -q -x tests/gpu/test_comm_nccl.py || failed=1
 done
-echo "== demo model"
-python3 -m pytest -q tests/gpu/test_demo_gpu.py || failed=1
+for tests in kernels loading invariance demo; do
+    echo "== $tests"
+    python3 -m pytest -q "tests/gpu/test_${tests}_gpu.py" || failed=1
+done
 exit "$failed"
