@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from mpi_tp.kernels import invariant_attention, invariant_linear, invariant_rows
 from mpi_tp.kernels.base import AttentionHeads, AttentionInputs, Cache
-from mpi_tp.kernels.composed import ComposedKernels
+from mpi_tp.kernels.choice import TorchChoice
 from mpi_tp.kernels.simd import LANES
 
 NO_NORM = np.empty(0, np.float32)
@@ -59,7 +59,7 @@ def _array(x: torch.Tensor) -> Any:
     return x.contiguous().numpy()
 
 
-class InvariantKernels(ComposedKernels):
+class InvariantKernels(TorchChoice):
     """The `Kernels` protocol in loops compiled for this CPU, one thread a rank."""
 
     activation_dtype: torch.dtype | None = torch.float32
@@ -72,6 +72,10 @@ class InvariantKernels(ComposedKernels):
         tiles = filled.view(-(-size // LANES), LANES, inputs).transpose(1, 2).contiguous()
         array = (tiles.view(torch.uint16) if tiles.dtype == torch.bfloat16 else tiles).numpy()
         return PackedWeight(tiles, size, array)
+
+    def prepare_gated(self, gate_NK: torch.Tensor, up_NK: torch.Tensor) -> PackedWeight:
+        """Return gate and up as one weight [2N, K] in tiles."""
+        return self.prepare(torch.cat((gate_NK, up_NK)))
 
     def linear(self, x_TK: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return x · weightᵀ + bias [T, N]."""
@@ -107,18 +111,6 @@ class InvariantKernels(ComposedKernels):
         invariant_rows.add_rms_norm(x.numpy(), _array(delta), _array(weight.float()), eps, y.numpy())
         return x, y
 
-    def rotary(self, x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-        """Rotate heads [T, H, D] by position, halves together."""
-        y_THD = torch.empty(x_THD.shape)
-        invariant_rows.rotary(_array(x_THD), _array(cos_TD), _array(sin_TD), y_THD.numpy())
-        return y_THD
-
-    def silu_mul(self, gate_TN: torch.Tensor, up_TN: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up [T, N]."""
-        y_TN = torch.empty(gate_TN.shape)
-        invariant_rows.silu_mul(_array(gate_TN.reshape(-1)), _array(up_TN.reshape(-1)), y_TN.view(-1).numpy())
-        return y_TN
-
     def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Return relu, gelu (exact, by erf), silu, tanh or none of x."""
         if name in ("relu", "none"):
@@ -136,7 +128,10 @@ class InvariantKernels(ComposedKernels):
         cache: Cache,
         inputs: AttentionInputs,
     ) -> torch.Tensor:
-        """Return q [T, H, D], rotated; store k, rotated, and v in the cache."""
+        """Return q [T, H, D], rotated; store k, rotated, and v in the cache.
+
+        Inside a block, keys are kept in the order [G, D, S], values as [G, S, D].
+        """
         q_THD = torch.empty(len(qkv), heads.num_heads, heads.head_dim)
         norms = (NO_NORM if norm is None else _array(norm.float()) for norm in (heads.q_norm, heads.k_norm))
         places = (part.numpy() for part in _by_head(cache))
@@ -144,14 +139,6 @@ class InvariantKernels(ComposedKernels):
             _array(qkv), *norms, heads.norm_eps, *map(_array, rotation), _array(inputs.slots), q_THD.numpy(), *places
         )
         return q_THD
-
-    def write_kv(self, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cache: Cache, slots_T: torch.Tensor) -> None:
-        """Store keys and values [T, G, D] in the caches [P, S, G, D] at their slots.
-
-        Inside a block, keys are kept in the order [G, D, S], values as [G, S, D].
-        """
-        places = (part.numpy() for part in _by_head(cache))
-        invariant_attention.store(_array(k_TGD), _array(v_TGD), *places, _array(slots_T))
 
     def attention(
         self,

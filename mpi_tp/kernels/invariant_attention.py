@@ -138,19 +138,6 @@ def attend_any(
                     y_THD[token, head, d] = fma(weight, value, y_THD[token, head, d])
 
 
-@kernel("void(float32[:, :, ::1], float32[:, :, ::1], float32[:, :, :, ::1], float32[:, :, :, ::1], int64[::1])")
-def store(k_TGD: Array, v_TGD: Array, keys_PGDS: Array, values_PGSD: Array, slots_T: Array) -> None:
-    """Copy each token's keys and values to its slot."""
-    tokens, heads, width = k_TGD.shape
-    size = values_PGSD.shape[2]
-    for token in range(tokens):
-        block, place = slots_T[token] // size, slots_T[token] % size
-        for head in range(heads):
-            for d in range(width):
-                keys_PGDS[block, head, d, place] = k_TGD[token, head, d]
-                values_PGSD[block, head, place, d] = v_TGD[token, head, d]
-
-
 @inlined
 def _rotate(x_D: Array, cos_D: Array, sin_D: Array, y_D: Array) -> None:
     """Write a head rotated by position, halves together, to y."""

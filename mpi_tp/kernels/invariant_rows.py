@@ -112,26 +112,6 @@ def add_rms_norm(x_TK: Array, delta_TK: Array, weight_K: Array, eps: float, y_TK
         normalise(x_TK[token], weight_K, eps, y_TK[token])
 
 
-@kernel("void(float32[:, :, ::1], float32[:, ::1], float32[:, ::1], float32[:, :, ::1])")
-def rotary(x_THD: Array, cos_TD: Array, sin_TD: Array, y_THD: Array) -> None:
-    """Write heads rotated by position, halves together, to y."""
-    tokens, heads, width = x_THD.shape
-    half = width // 2
-    for token in range(tokens):
-        for head in range(heads):
-            for d in range(half):
-                first, second = x_THD[token, head, d], x_THD[token, head, d + half]
-                y_THD[token, head, d] = first * cos_TD[token, d] - second * sin_TD[token, d]
-                y_THD[token, head, d + half] = second * cos_TD[token, d + half] + first * sin_TD[token, d + half]
-
-
-@kernel("void(float32[::1], float32[::1], float32[::1])")
-def silu_mul(gate: Array, up: Array, y: Array) -> None:
-    """Write silu(gate) * up to y."""
-    for i in range(gate.shape[0]):
-        y[i] = gate[i] / (ONE + exp(-gate[i])) * up[i]
-
-
 @kernel("void(float32[:, ::1], float32[:, ::1])")
 def gate(x_TM: Array, y_TN: Array) -> None:
     """Write silu of the first N columns of x times the next N to y."""
