@@ -1,7 +1,8 @@
 """Kernels for NVIDIA GPUs in Triton, and the library's where they are as fast.
 
 With `invariant` the bits of a row of a result depend on that row and the weights alone: every operation has one order
-of its sums for any batch, rank count and schedule. Without, one row alone and very many rows go through faster ways.
+of its sums for any batch, rank count and schedule. Without, one row alone and very many rows go through faster ways,
+and attention is cut into as many parts as keep the GPU busy.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Every operation in plain torch: the definition that other kernels are measured against, and `fast` on any device.
+"""Every operation in plain torch: the definition that other kernels are measured against, and `fast` on CPU.
 
 Shape suffixes as in base.py; also L = positions of the longest sequence in a group, C = tokens of one sequence.
 """
