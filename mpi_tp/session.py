@@ -12,7 +12,7 @@ from mpi_tp.engine.block_pool import BlockPool
 from mpi_tp.engine.engine import Engine
 from mpi_tp.engine.kv_cache import BLOCK_SIZE, allocate_cache, blocks_for
 from mpi_tp.engine.runner import HostRunner, Runner
-from mpi_tp.engine.scheduler import Scheduler
+from mpi_tp.engine.scheduler import STEP_TOKENS, Scheduler
 from mpi_tp.errors import ConfigurationError
 from mpi_tp.kernels import select
 from mpi_tp.kernels.base import Cache, Kernels
@@ -26,9 +26,6 @@ from mpi_tp.models.families import parse_config
 from mpi_tp.models.mlp_stack import MLPStack
 from mpi_tp.shards.reader import ShardSet
 from mpi_tp.tokenizer import Tokenizer
-
-STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Most tokens of a step by device: enough to keep it busy, few enough that decoding beside a long prompt goes on."""
 
 
 @dataclass(frozen=True)
