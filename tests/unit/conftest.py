@@ -1,4 +1,4 @@
-"""Where there is no GPU, the kernels for it run in Triton's interpreter, which must be told before Triton is imported."""
+"""Where there is no GPU, its kernels run in Triton's interpreter, which must be told before Triton is imported."""
 
 import os
 
