@@ -50,12 +50,12 @@ def _sample(logits: torch.Tensor, rows: SamplingTensors) -> tuple[torch.Tensor, 
     weights = (shifted / heat[:, None]).exp()
     order = None
     if rows.filters:
-        weights, order = weights.sort(dim=-1, descending=True, stable=True)  # of equals the lower id comes first
-        weights = _filter(weights, rows)
+        weights, order = _filter(weights, rows)
     cumulative = weights.cumsum(dim=-1)
     target = rows.uniform[:, None] * cumulative[:, -1:]
-    kept = (weights > 0).sum(dim=-1, keepdim=True)  # none where the logits are no numbers
-    last = (kept - 1).clamp(min=0) if rows.filters else torch.full_like(kept, weights.shape[1] - 1)
+    # Sums that were formed in parallel need not ascend, so that the last place of all might be a token of weight zero.
+    place = torch.arange(weights.shape[1], device=weights.device)
+    last = torch.where(weights > 0, place, 0).amax(dim=-1, keepdim=True)
     index = torch.searchsorted(cumulative, target, right=True).minimum(last)
     drawn = index if order is None else order.gather(-1, index)
     tokens = torch.where(rows.temperature > 0, drawn.squeeze(-1), greedy)
@@ -65,13 +65,20 @@ def _sample(logits: torch.Tensor, rows: SamplingTensors) -> tuple[torch.Tensor, 
     return torch.where(top.isfinite(), tokens, -1), logprobs.float()
 
 
-def _filter(weights: torch.Tensor, rows: SamplingTensors) -> torch.Tensor:
-    """Set to zero what neither top_k nor top_p keeps of weights [R, V] in descending order."""
-    rank = torch.arange(weights.shape[1], device=weights.device)
+def _filter(weights: torch.Tensor, rows: SamplingTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights [R, V] in descending order, zero where neither top_k nor top_p keeps them, and their tokens.
+
+    Rows that keep the whole vocabulary stay in the order of tokens, in which they are drawn when they are alone.
+    """
     size = torch.where(rows.top_k > 0, rows.top_k, weights.shape[1])
+    filtered = (size < weights.shape[1]) | (rows.top_p < 1)
+    # Of equals the lower id comes first: a row of nothing but equals stays as it is.
+    order = torch.where(filtered[:, None], weights, 0.0).sort(dim=-1, descending=True, stable=True).indices
+    weights = weights.gather(-1, order)
+    rank = torch.arange(weights.shape[1], device=weights.device)
     weights = torch.where(rank < size[:, None], weights, 0.0)
     cumulative = weights.cumsum(dim=-1)
     enough = rows.top_p.double()[:, None] * cumulative[:, -1:]
     before = cumulative - weights
     keep = (before < enough) | (rank == 0) | (rows.top_p[:, None] >= 1)
-    return torch.where(keep, weights, 0.0)
+    return torch.where(keep, weights, 0.0), order

@@ -8,7 +8,7 @@ for ranks in ${RANKS:-2 4}; do
     echo "== conformance, ranks: $ranks"
     mpirun --oversubscribe --bind-to none -np "$ranks" python3 -m pytest -q -x tests/gpu/test_comm_nccl.py || failed=1
 done
-for tests in kernels loading invariance demo; do
+for tests in kernels loading engine invariance demo; do
     echo "== $tests"
     python3 -m pytest -q "tests/gpu/test_${tests}_gpu.py" || failed=1
 done

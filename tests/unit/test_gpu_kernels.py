@@ -12,9 +12,10 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("a GPU is visible: tests/gpu runs these kernels on it", allow_module_level=True)
 
 from mpi_tp.kernels.gpu import attention  # noqa: E402
-from mpi_tp.kernels.gpu.tiles import tile  # noqa: E402
+from mpi_tp.kernels.gpu.tiles import TiledInputs, tile  # noqa: E402
 from mpi_tp.kernels.gpu_kernels import FEW_ROWS, GpuKernels  # noqa: E402
 from tests.support import gpu_checks  # noqa: E402
+from tests.support.gpu_checks import uneven_heads  # noqa: E402
 from tests.support.paged_sequences import PagedSequences  # noqa: E402
 from tests.unit.test_kernels import random  # noqa: E402
 
@@ -114,19 +115,11 @@ def test_attention_with_the_units_of_the_kernels(kernels, window, dtype):
 
 @BOTH
 def test_attention_of_no_tokens(kernels):
-    sequences = PagedSequences([3], (2,), 16, CPU, torch.float32)
-    attended = []
-
-    def attend(q, cache, heads, inputs, window):
-        num_single, tiles = tile(np.zeros(0, np.int64), 1)
-        empty = type(inputs)(
-            *(part[:0] for part in list(vars(inputs).values())[:4]), num_single, torch.tensor(tiles), 1
-        )
-        attended.append(kernels.attention(q[:0], cache, heads, empty, window))
-        return q
-
-    sequences.run(attend, [[(0, 0, 3)]])
-    assert attended[0].shape == (0, 2, 16)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    inputs = TiledInputs(nothing, nothing, nothing.view(0, 1).int(), nothing, 0, nothing.view(0, 3).int(), 1)
+    cache = torch.zeros(2, 16, 1, 8), torch.zeros(2, 16, 1, 8)
+    y = kernels.attention(torch.zeros(0, 2, 8), cache, uneven_heads((2,), 8, CPU), inputs, None)
+    assert y.shape == (0, 2, 8)
 
 
 def test_tiles_hold_every_token_once():
