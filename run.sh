@@ -277,7 +277,8 @@ run_tests() {
     check "ruff check" "$python" -m ruff check .
     check "ruff format" "$python" -m ruff format --check .
     check mypy "$python" -m mypy
-    check "unit and cli" "$python" -m pytest tests/unit tests/cli
+    check unit "$python" -m pytest -n "$(nproc)" --dist loadfile tests/unit
+    check cli "$python" -m pytest tests/cli
     for ranks in 1 2 3 4; do
         choose_launcher "$ranks"
         check "mpi, ranks: $ranks" "${launcher[@]}" "$python" -m pytest tests/mpi -x
