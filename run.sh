@@ -277,7 +277,7 @@ run_tests() {
     check "ruff check" "$python" -m ruff check .
     check "ruff format" "$python" -m ruff format --check .
     check mypy "$python" -m mypy
-    check unit "$python" -m pytest -n "$(nproc)" --dist loadfile tests/unit
+    check unit "$python" -m pytest -n auto --maxprocesses 8 --dist loadfile tests/unit
     check cli "$python" -m pytest tests/cli
     for ranks in 1 2 3 4; do
         choose_launcher "$ranks"
