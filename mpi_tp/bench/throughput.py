@@ -19,7 +19,7 @@ from mpi_tp.session import Machine, open_engine, open_runner
 CHART = Chart("requests", ("tokens_per_s",))
 
 WARM_UP_TOKENS = 32
-"""What other prompts of the same lengths are answered with before the clock: what is compiled at first use, is."""
+"""Most that other prompts of the same lengths are answered with before the clock: what is compiled at first use, is."""
 
 
 TOKEN_TIMES = ("first_token_p50_s", "first_token_p99_s", "between_tokens_p50_s", "between_tokens_p99_s")
@@ -73,7 +73,9 @@ def draw_lengths(settings: ThroughputOptions) -> list[tuple[int, int]]:
 def _serve(engine: Engine, settings: ThroughputOptions, vocab_size: int, machine: Machine) -> Row:
     generator = random.Random(settings.seed)
     lengths = draw_lengths(settings)
-    warm_up = [(random_prompt(generator, length, vocab_size), WARM_UP_TOKENS) for length, _ in lengths]
+    warm_up = [
+        (random_prompt(generator, length, vocab_size), min(answer, WARM_UP_TOKENS)) for length, answer in lengths
+    ]
     run_queue(engine, warm_up[: machine.options.max_batch_size], machine.job.progress)
     queue = [(random_prompt(generator, length, vocab_size), answer) for length, answer in lengths]
     before = engine.num_preemptions

@@ -53,6 +53,11 @@ class Scheduler:
         """Whether there is nothing to run."""
         return not self._waiting and not self._running
 
+    @property
+    def capacity(self) -> int:
+        """How many tokens the whole cache holds."""
+        return self._pool.num_blocks * BLOCK_SIZE
+
     def fits(self, max_length: int) -> bool:
         """Say whether a sequence of `max_length` tokens could ever run to its end."""
         return blocks_for(max_length) <= self._pool.num_blocks
