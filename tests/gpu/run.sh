@@ -1,13 +1,45 @@
 #!/usr/bin/env bash
-# Runs all GPU tests: each file by itself and the conformance suite under mpirun, several ranks on one GPU if need be.
+# Runs all GPU tests side by side, most of whose time is compiling: kernels, engine and programs each by themselves, the
+# communicators under mpirun, several ranks on one GPU if need be. Failures and a summary come last.
+# RANKS="2 4": rank counts of the communicators' tests. LOGS: where the output is kept.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 export OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-failed=0
+logs=${LOGS:-$(mktemp -d)}
+names=() pids=()
+
+start() {
+    local name=$1
+    shift
+    "$@" >"$logs/$name.log" 2>&1 &
+    names+=("$name") pids+=($!)
+}
+
+test_file() {
+    local name=$1 file=$2
+    shift 2
+    start "$name" python3 -m pytest -q -rfEs --durations=5 "tests/gpu/test_${file}_gpu.py" "$@"
+}
+
+test_file kernels-float32 kernels -k float32
+test_file kernels-attention kernels -k "attention and not float32"
+test_file kernels-others kernels -k "not attention and not float32"
+test_file engine-float32 engine -k float32
+test_file engine-others engine -k "not float32"
+test_file invariance invariance
+test_file demo demo
 for ranks in ${RANKS:-2 4}; do
-    echo "== conformance, ranks: $ranks"
-    mpirun --oversubscribe --bind-to none -np "$ranks" python3 -m pytest -q -x tests/gpu/test_comm_nccl.py || failed=1
+    start "comm-$ranks" mpirun --oversubscribe --bind-to none -np "$ranks" \
+        python3 -m pytest -q -x tests/gpu/test_comm_nccl.py
 done
-echo "== demo model"
-python3 -m pytest -q tests/gpu/test_demo_gpu.py || failed=1
+
+failed=0 summary=""
+for index in "${!pids[@]}"; do
+    name=${names[index]}
+    result=ok
+    wait "${pids[index]}" || { result=FAILED; failed=1; }
+    summary+="$result  $name  $(tail -n 1 "$logs/$name.log")"$'\n'
+    [ "$result" = ok ] || { echo "== $name"; tail -n 60 "$logs/$name.log"; }
+done
+printf '%s' "$summary"
 exit "$failed"

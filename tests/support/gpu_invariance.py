@@ -62,7 +62,7 @@ def check_rotation_rows(
     heads = uneven_heads(groups, width, device, tuple(norms) if normed else ())
 
     def run(rows: torch.Tensor) -> torch.Tensor:
-        """Return queries [T, H, D], keys and values side by side, for tokens that are the rows of qkv named in `rows`."""
+        """Return queries, keys and values [T, H + 2G, D] of the tokens named in `rows`."""
         cache = tuple(torch.zeros(3, 16, len(groups), width, dtype=dtype, device=device) for _ in range(2))
         inputs = AttentionInputs(rows, rows, rows, slots=rows)
         q = kernels.rotate_and_store(qkv[rows], heads, tuple(part[rows] for part in rotation), cache, inputs)
