@@ -24,9 +24,9 @@ from mpi_tp.shards.reader import RankFile, ShardSet
 MAX_READERS = 4
 """Threads that read; more are no faster than the memory is."""
 DEVICE_AHEAD_BYTES = 2 << 30
-"""Of tensors that no layer has taken yet. They are a part of the model, so they cost a GPU nothing in the end."""
+"""Most bytes of tensors that were read and no layer has taken: on a GPU a part of the model, there anyway."""
 HOST_AHEAD_BYTES = 64 << 20
-"""The same for each reader on a CPU, where weights are packed and what is read is given back."""
+"""The same on a CPU for each reader: there weights are packed, and what was read is given back."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ def load_model(
 
 def _read_ahead(rank_file: RankFile, device: torch.device) -> ReadAhead:
     """Return the tensors of a rank file on `device`, read by the cores that this rank may use."""
-    num_cores = len(os.sched_getaffinity(0))
     if device.type == "cuda":
-        num_threads = min(num_cores, MAX_READERS)
-        reader = DeviceReader(rank_file, device, num_threads)
-        return ReadAhead(rank_file, device, reader.read_into, num_threads, DEVICE_AHEAD_BYTES)
-    # The caller's thread packs weights meanwhile, and is all there is on a single core.
-    num_threads = min(num_cores - 1, MAX_READERS)
-    return ReadAhead(rank_file, device, rank_file.read_into, num_threads, num_threads * HOST_AHEAD_BYTES)
+        num_readers = min(len(os.sched_getaffinity(0)), MAX_READERS)
+        device_reader = DeviceReader(rank_file, device, num_readers)
+        return ReadAhead(rank_file, device, device_reader.read_into, num_readers, DEVICE_AHEAD_BYTES)
+    num_threads = torch.get_num_threads()
+    # With one thread to compute, which packs the weights too, there is no core to read on meanwhile.
+    num_readers = min(num_threads, MAX_READERS) if num_threads > 1 else 0
+    return ReadAhead(rank_file, device, rank_file.read_into, num_readers, num_readers * HOST_AHEAD_BYTES)

@@ -10,8 +10,6 @@ from mpi_tp.engine.step import SamplingRows, StepPlan
 from mpi_tp.kernels.base import AttentionInputs, Cache
 from mpi_tp.models.causal_lm import CausalLM
 
-__all__ = ["HostRunner", "Runner", "Sampled", "StepOutput"]
-
 
 class StepOutput(Protocol):
     """A step's tokens, which may still be on their way."""

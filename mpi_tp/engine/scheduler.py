@@ -10,8 +10,8 @@ from mpi_tp.engine.block_pool import BlockPool, extend_digests
 from mpi_tp.engine.kv_cache import BLOCK_SIZE, blocks_for
 from mpi_tp.engine.sequence import Chunk, Sequence, no_blocks
 
-MAX_STEP_TOKENS = 2048
-"""A long prompt is run in chunks, so that a step's activations stay small and decoding goes on beside it."""
+STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Most tokens of a step by device: enough to keep it busy, few enough that decoding beside a long prompt goes on."""
 
 
 class Scheduler:
@@ -22,7 +22,7 @@ class Scheduler:
     always gets on, and nobody is overtaken. What was lost is computed again as if it were prompt.
     """
 
-    def __init__(self, pool: BlockPool, max_batch_size: int, max_step_tokens: int = MAX_STEP_TOKENS) -> None:
+    def __init__(self, pool: BlockPool, max_batch_size: int, max_step_tokens: int = STEP_TOKENS["cpu"]) -> None:
         self._pool = pool
         self._max_batch_size = max_batch_size
         self._max_step_tokens = max_step_tokens
@@ -90,15 +90,15 @@ class Scheduler:
         """Run every sequence that lacks its last token only."""
         chunks: list[Chunk] = []
         for sequence in self._running:  # which loses sequences at its end meanwhile, none that has been served
-            start = sequence.computed
-            if sequence.length - start > 1 or sequence.length == sequence.max_length:
+            start, length = sequence.computed, sequence.length
+            if length - start > 1 or length == sequence.max_length:
                 continue  # a prompt, or one whose last token is on its way
             if len(chunks) == self._max_step_tokens:
                 break
             if start < len(sequence.blocks) * BLOCK_SIZE or self._grow(sequence):
-                sequence.computed = start + 1
-                sequence.length += 1
-                chunks.append(Chunk(sequence, start, start + 1, True))
+                sequence.computed = length
+                sequence.length = length + 1
+                chunks.append(Chunk(sequence, start, length, True))
         return chunks
 
     def _run(self, sequence: Sequence, room: int) -> Chunk:
@@ -159,4 +159,4 @@ class Scheduler:
         self._register(sequence, min(sequence.computed, len(sequence.tokens)))
         self._pool.release(sequence.blocks.tolist())
         sequence.blocks = no_blocks()
-        sequence.computed = sequence.num_registered = 0
+        sequence.computed = 0

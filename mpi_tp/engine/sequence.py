@@ -16,7 +16,7 @@ def no_blocks() -> NDArray[np.int32]:
     return np.empty(0, np.int32)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One sample of the request `key`: the prompt's tokens, then the generated ones.
 

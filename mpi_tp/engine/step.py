@@ -1,5 +1,6 @@
 """One step of the engine as rank 0 announces it: which tokens run, where they stand, whose next ones are wanted."""
 
+import itertools
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
@@ -49,24 +50,25 @@ class StepPlan:
 
 def plan_step(chunks: List[Chunk], block_size: int) -> StepPlan:
     """Pack the chunks, in order, into one plan, and note in their sequences which row gives them their next token."""
-    starts = np.array([chunk.start for chunk in chunks], np.int32)
-    lengths = np.array([chunk.stop for chunk in chunks], np.int32) - starts
+    sequences, *spans, ends_sequence = zip(*chunks, strict=True) if chunks else ((), (), (), ())
+    starts, stops = np.array(spans, np.int32)
+    lengths = stops - starts
     ends = np.cumsum(lengths, dtype=np.int32)
-    num_tokens = int(ends[-1]) if chunks else 0
     ids = _ids(chunks)
-    sampled = [chunk.sequence for chunk in chunks if chunk.ends_sequence]
+    is_sampled = np.array(ends_sequence, bool)
+    sampled = list(itertools.compress(sequences, ends_sequence))
     for row, sequence in enumerate(sampled):
         sequence.row = row
-    positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(starts - (ends - lengths), lengths)
+    positions = np.arange(len(ids), dtype=np.int32) + np.repeat(starts - (ends - lengths), lengths)
     sequence_ids = np.repeat(np.arange(len(chunks), dtype=np.int32), lengths)
-    tables = _block_tables(chunks)
+    tables = _block_tables(sequences)
     return StepPlan(
         ids=ids,
         positions=positions,
         sequence_ids=sequence_ids,
         slots=tables[sequence_ids, positions // block_size] * block_size + positions % block_size,
         block_tables=tables,
-        logit_rows=(ends - 1)[np.array([chunk.ends_sequence for chunk in chunks], bool)],
+        logit_rows=(ends - 1)[is_sampled],
         sampling=_sampling_rows(sampled),
     )
 
@@ -81,12 +83,13 @@ def _ids(chunks: List[Chunk]) -> NDArray[np.int32]:
     return np.array(ids, np.int32)
 
 
-def _block_tables(chunks: List[Chunk]) -> NDArray[np.int32]:
-    width = max((len(chunk.sequence.blocks) for chunk in chunks), default=0)
-    tables = np.zeros((len(chunks), width), np.int32)
-    for index, chunk in enumerate(chunks):
-        blocks = chunk.sequence.blocks
-        tables[index, : len(blocks)] = blocks
+def _block_tables(sequences: List[Sequence]) -> NDArray[np.int32]:
+    blocks = [sequence.blocks for sequence in sequences]
+    counts = np.array([len(own) for own in blocks], np.int32)
+    columns = np.arange(counts.max(initial=0), dtype=np.int32)
+    tables = np.zeros((len(blocks), len(columns)), np.int32)
+    if blocks:
+        tables[columns < counts[:, None]] = np.concatenate(blocks)
     return tables
 
 

@@ -7,14 +7,17 @@ float32 whatever the weights; float32 and bfloat16 weights stay as they are, flo
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from mpi_tp.kernels import invariant_attention, invariant_linear, invariant_rows
 from mpi_tp.kernels.base import AttentionHeads, AttentionInputs, Cache
-from mpi_tp.kernels.composed import ComposedKernels
+from mpi_tp.kernels.choice import TorchChoice
 from mpi_tp.kernels.simd import LANES
 
+NO_NORM = np.empty(0, np.float32)
+"""Stands for the weight of a norm that the model does not have."""
 UNLIMITED = 2**62
 """A window wider than any sequence."""
 
@@ -41,11 +44,22 @@ def _by_head(cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
     return keys.view(blocks, heads, width, size), values.view(blocks, heads, size, width)
 
 
+def _multiply(x_TK: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None) -> torch.Tensor:
+    """Return x · weightᵀ + bias, with a column for each of the weight's rows and for those that fill the last tile."""
+    y_TN = torch.zeros(x_TK.shape[0], weight.tiles.shape[0] * LANES)
+    bfloat16 = weight.tiles.dtype == torch.bfloat16
+    multiply = invariant_linear.multiply_bfloat16 if bfloat16 else invariant_linear.multiply_float32
+    multiply(_array(x_TK), weight.array, y_TN.numpy())
+    if bias_N is not None:
+        y_TN[:, : weight.size] += bias_N
+    return y_TN
+
+
 def _array(x: torch.Tensor) -> Any:
     return x.contiguous().numpy()
 
 
-class InvariantKernels(ComposedKernels):
+class InvariantKernels(TorchChoice):
     """The `Kernels` protocol in loops compiled for this CPU, one thread a rank."""
 
     activation_dtype: torch.dtype | None = torch.float32
@@ -59,14 +73,21 @@ class InvariantKernels(ComposedKernels):
         array = (tiles.view(torch.uint16) if tiles.dtype == torch.bfloat16 else tiles).numpy()
         return PackedWeight(tiles, size, array)
 
+    def prepare_gated(self, gate_NK: torch.Tensor, up_NK: torch.Tensor) -> PackedWeight:
+        """Return gate and up as one weight [2N, K] in tiles."""
+        return self.prepare(torch.cat((gate_NK, up_NK)))
+
     def linear(self, x_TK: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return x · weightᵀ + bias [T, N]."""
-        y_TN = torch.zeros(x_TK.shape[0], weight.tiles.shape[0] * LANES)
-        bfloat16 = weight.tiles.dtype == torch.bfloat16
-        multiply = invariant_linear.multiply_bfloat16 if bfloat16 else invariant_linear.multiply_float32
-        multiply(_array(x_TK), weight.array, y_TN.numpy())
-        y_TN = y_TN[:, : weight.size].contiguous()
-        return y_TN if bias_N is None else y_TN.add_(bias_N)
+        return _multiply(x_TK, weight, bias_N)[:, : weight.size].contiguous()
+
+    def gated_linear(
+        self, x_TK: torch.Tensor, weight: PackedWeight, bias_2N: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return silu(x · gateᵀ) * (x · upᵀ) [T, N]."""
+        y_TN = torch.empty(x_TK.shape[0], weight.size // 2)
+        invariant_rows.gate(_multiply(x_TK, weight, bias_2N).numpy(), y_TN.numpy())
+        return y_TN
 
     def embedding(self, ids_T: torch.Tensor, weight: PackedWeight, start: int) -> torch.Tensor:
         """Return the rows [T, K] of the ids in start … start + N - 1, zeros for the others."""
@@ -82,17 +103,13 @@ class InvariantKernels(ComposedKernels):
         invariant_rows.rms_norm(_array(x.reshape(rows)), _array(weight.float()), eps, y.view(rows).numpy())
         return y
 
-    def rotary(self, x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-        """Rotate heads [T, H, D] by position, halves together."""
-        y_THD = torch.empty(x_THD.shape)
-        invariant_rows.rotary(_array(x_THD), _array(cos_TD), _array(sin_TD), y_THD.numpy())
-        return y_THD
-
-    def silu_mul(self, gate_TN: torch.Tensor, up_TN: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up [T, N]."""
-        y_TN = torch.empty(gate_TN.shape)
-        invariant_rows.silu_mul(_array(gate_TN.reshape(-1)), _array(up_TN.reshape(-1)), y_TN.view(-1).numpy())
-        return y_TN
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + delta [T, K], which overwrites x, and its `rms_norm`."""
+        x, y = x.contiguous(), torch.empty(x.shape)
+        invariant_rows.add_rms_norm(x.numpy(), _array(delta), _array(weight.float()), eps, y.numpy())
+        return x, y
 
     def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Return relu, gelu (exact, by erf), silu, tanh or none of x."""
@@ -103,13 +120,25 @@ class InvariantKernels(ComposedKernels):
         loops[name](_array(x.reshape(-1)), y.view(-1).numpy())
         return y
 
-    def write_kv(self, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cache: Cache, slots_T: torch.Tensor) -> None:
-        """Store keys and values [T, G, D] in the caches [P, S, G, D] at their slots.
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        heads: AttentionHeads,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        cache: Cache,
+        inputs: AttentionInputs,
+    ) -> torch.Tensor:
+        """Return q [T, H, D], rotated; store k, rotated, and v in the cache.
 
         Inside a block, keys are kept in the order [G, D, S], values as [G, S, D].
         """
+        q_THD = torch.empty(len(qkv), heads.num_heads, heads.head_dim)
+        norms = (NO_NORM if norm is None else _array(norm.float()) for norm in (heads.q_norm, heads.k_norm))
         places = (part.numpy() for part in _by_head(cache))
-        invariant_attention.store(_array(k_TGD), _array(v_TGD), *places, _array(slots_T))
+        invariant_attention.rotate_and_store(
+            _array(qkv), *norms, heads.norm_eps, *map(_array, rotation), _array(inputs.slots), q_THD.numpy(), *places
+        )
+        return q_THD
 
     def attention(
         self,

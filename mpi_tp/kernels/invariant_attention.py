@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mpi_tp.kernels.invariant_rows import exp_and_sum, largest
+from mpi_tp.kernels.invariant_rows import exp_and_sum, largest, normalise
 from mpi_tp.kernels.jit import inlined, kernel
 from mpi_tp.kernels.simd import fetch, fma, product
 
@@ -138,14 +138,54 @@ def attend_any(
                     y_THD[token, head, d] = fma(weight, value, y_THD[token, head, d])
 
 
-@kernel("void(float32[:, :, ::1], float32[:, :, ::1], float32[:, :, :, ::1], float32[:, :, :, ::1], int64[::1])")
-def store(k_TGD: Array, v_TGD: Array, keys_PGDS: Array, values_PGSD: Array, slots_T: Array) -> None:
-    """Copy each token's keys and values to its slot."""
-    tokens, heads, width = k_TGD.shape
-    size = values_PGSD.shape[2]
+@inlined
+def _rotate(x_D: Array, cos_D: Array, sin_D: Array, y_D: Array) -> None:
+    """Write a head rotated by position, halves together, to y."""
+    half = x_D.shape[0] // 2
+    for d in range(half):
+        first, second = x_D[d], x_D[d + half]
+        y_D[d] = first * cos_D[d] - second * sin_D[d]
+        y_D[d + half] = second * cos_D[d + half] + first * sin_D[d + half]
+
+
+@kernel(
+    "void(float32[:, ::1], float32[::1], float32[::1], float64, float32[:, ::1], float32[:, ::1], int64[::1],"
+    "float32[:, :, ::1], float32[:, :, :, ::1], float32[:, :, :, ::1])"
+)
+def rotate_and_store(
+    qkv_TW: Array,
+    q_norm: Array,
+    k_norm: Array,
+    eps: float,
+    cos_TD: Array,
+    sin_TD: Array,
+    slots_T: Array,
+    q_THD: Array,
+    keys_PGDS: Array,
+    values_PGSD: Array,
+) -> None:
+    """Write queries, rotated, to q, and keys, rotated, and values to their slots.
+
+    Norms of no numbers leave the heads as they are.
+    """
+    tokens, heads, width = q_THD.shape
+    kv_heads, size = values_PGSD.shape[1], values_PGSD.shape[2]
+    normed, rotated = np.empty(width, np.float32), np.empty(width, np.float32)
     for token in range(tokens):
         block, place = slots_T[token] // size, slots_T[token] % size
-        for head in range(heads):
+        for head in range(heads + kv_heads):
+            x_D = qkv_TW[token, head * width : (head + 1) * width]
+            weight = q_norm if head < heads else k_norm
+            if weight.shape[0]:
+                normalise(x_D, weight, eps, normed)
+                x_D = normed
+            if head < heads:
+                _rotate(x_D, cos_TD[token], sin_TD[token], q_THD[token, head])
+            else:
+                _rotate(x_D, cos_TD[token], sin_TD[token], rotated)
+                for d in range(width):
+                    keys_PGDS[block, head - heads, d, place] = rotated[d]
+        for head in range(kv_heads):
+            start = (heads + kv_heads + head) * width
             for d in range(width):
-                keys_PGDS[block, head, d, place] = k_TGD[token, head, d]
-                values_PGSD[block, head, place, d] = v_TGD[token, head, d]
+                values_PGSD[block, head, place, d] = qkv_TW[token, start + d]

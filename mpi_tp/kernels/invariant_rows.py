@@ -85,37 +85,41 @@ def largest(x_K: Array) -> Any:
     return top
 
 
+@inlined
+def normalise(x_K: Array, weight_K: Array, eps: float, y_K: Array) -> None:
+    """Write x over its root mean square, times weight, to y."""
+    squares = 0.0
+    for k in range(x_K.shape[0]):
+        squares += np.float64(x_K[k]) * np.float64(x_K[k])
+    scale = np.float32(1.0 / math.sqrt(squares / x_K.shape[0] + eps))
+    for k in range(x_K.shape[0]):
+        y_K[k] = weight_K[k] * (x_K[k] * scale)
+
+
 @kernel("void(float32[:, ::1], float32[::1], float64, float32[:, ::1])")
 def rms_norm(x_TK: Array, weight_K: Array, eps: float, y_TK: Array) -> None:
-    """Write x over its root mean square, times weight, to y."""
-    inputs = x_TK.shape[1]
+    """Write the rows of x, normalised, to y."""
     for token in range(x_TK.shape[0]):
-        squares = 0.0
-        for k in range(inputs):
-            squares += np.float64(x_TK[token, k]) * np.float64(x_TK[token, k])
-        scale = np.float32(1.0 / math.sqrt(squares / inputs + eps))
-        for k in range(inputs):
-            y_TK[token, k] = weight_K[k] * (x_TK[token, k] * scale)
+        normalise(x_TK[token], weight_K, eps, y_TK[token])
 
 
-@kernel("void(float32[:, :, ::1], float32[:, ::1], float32[:, ::1], float32[:, :, ::1])")
-def rotary(x_THD: Array, cos_TD: Array, sin_TD: Array, y_THD: Array) -> None:
-    """Write heads rotated by position, halves together, to y."""
-    tokens, heads, width = x_THD.shape
-    half = width // 2
-    for token in range(tokens):
-        for head in range(heads):
-            for d in range(half):
-                first, second = x_THD[token, head, d], x_THD[token, head, d + half]
-                y_THD[token, head, d] = first * cos_TD[token, d] - second * sin_TD[token, d]
-                y_THD[token, head, d + half] = second * cos_TD[token, d + half] + first * sin_TD[token, d + half]
+@kernel("void(float32[:, ::1], float32[:, ::1], float32[::1], float64, float32[:, ::1])")
+def add_rms_norm(x_TK: Array, delta_TK: Array, weight_K: Array, eps: float, y_TK: Array) -> None:
+    """Add delta to x and write the rows of the sum, normalised, to y."""
+    for token in range(x_TK.shape[0]):
+        for k in range(x_TK.shape[1]):
+            x_TK[token, k] += delta_TK[token, k]
+        normalise(x_TK[token], weight_K, eps, y_TK[token])
 
 
-@kernel("void(float32[::1], float32[::1], float32[::1])")
-def silu_mul(gate: Array, up: Array, y: Array) -> None:
-    """Write silu(gate) * up to y."""
-    for i in range(gate.shape[0]):
-        y[i] = gate[i] / (ONE + exp(-gate[i])) * up[i]
+@kernel("void(float32[:, ::1], float32[:, ::1])")
+def gate(x_TM: Array, y_TN: Array) -> None:
+    """Write silu of the first N columns of x times the next N to y."""
+    size = y_TN.shape[1]
+    for token in range(y_TN.shape[0]):
+        for n in range(size):
+            x = x_TM[token, n]
+            y_TN[token, n] = x / (ONE + exp(-x)) * x_TM[token, size + n]
 
 
 @kernel("void(float32[::1], float32[::1])")

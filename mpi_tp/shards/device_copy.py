@@ -9,20 +9,20 @@ from mpi_tp.shards.checksum import tensor_bytes
 from mpi_tp.shards.rank_file import RankFile
 
 STAGING_BYTES = 8 << 20
-"""One staging buffer: large enough for fast reads and copies, small enough to stay in the processor's cache."""
+"""One buffer of pinned memory: large enough for fast reads and copies, small enough for the processor's cache."""
 
 
 class DeviceReader:
-    """Reads the tensors of `file` into tensors on `device`, a GPU; up to `num_threads` threads may read at once.
+    """Reads the tensors of `file` into tensors on `device`, a GPU; up to `num_readers` threads may read at once.
 
-    It holds 2 * num_threads * STAGING_BYTES of pinned memory. The stream that is current now is the one that tensors
-    are allocated on.
+    It holds 2 * num_readers * STAGING_BYTES of pinned memory. Create it under the stream that is current when the
+    tensors are allocated.
     """
 
-    def __init__(self, file: RankFile, device: torch.device, num_threads: int) -> None:
+    def __init__(self, file: RankFile, device: torch.device, num_readers: int) -> None:
         self._file = file
         self._stagings: queue.SimpleQueue[_Staging] = queue.SimpleQueue()
-        for _ in range(num_threads):
+        for _ in range(num_readers):
             self._stagings.put(_Staging(device))
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
@@ -44,7 +44,7 @@ class _Buffer:
         self.memory = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
         self.copied = torch.cuda.Event(blocking=True)
 
-    def free(self) -> memoryview:
+    def reclaim(self) -> memoryview:
         """Wait for the last copy out of the memory and return it, to be overwritten."""
         self.copied.synchronize()
         return tensor_bytes(self.memory)
@@ -69,10 +69,10 @@ class _Staging:
                 self._copy_pieces(file, name, tensor.reshape(-1).view(torch.uint8))
             finally:
                 for buffer in self._buffers:
-                    buffer.free()
+                    buffer.reclaim()
 
     def _copy_pieces(self, file: RankFile, name: str, target: torch.Tensor) -> None:
-        pieces = file.pieces(name, (buffer.free() for buffer in itertools.cycle(self._buffers)))
+        pieces = file.pieces(name, (buffer.reclaim() for buffer in itertools.cycle(self._buffers)))
         # `pieces` stands first, to run to its end: the checksum is verified there.
         for piece, buffer, part in zip(pieces, itertools.cycle(self._buffers), target.split(STAGING_BYTES)):
             part.copy_(buffer.memory[: len(piece)], non_blocking=True)

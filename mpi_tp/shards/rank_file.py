@@ -92,7 +92,7 @@ class RankFile:
             )
 
     def interrupt(self) -> None:
-        """Make the reads that other threads are in end soon, with a StoppedError; there are none after it."""
+        """End the reads that other threads are in with a StoppedError, soon; nothing can be read after it."""
         self._interrupted = True
 
     def _fill(self, name: str, buffer: memoryview, offset: int) -> None:

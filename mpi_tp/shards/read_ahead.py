@@ -11,11 +11,11 @@ from mpi_tp.shards.rank_file import RankFile
 
 
 class ReadAhead:
-    """The tensors of `file` on `device`, read in the file's order by up to `num_threads` threads.
+    """The tensors of `file` on `device`, read in the file's order by up to `num_readers` threads.
 
-    Use it in a `with` statement. `read_into(name, tensor)` is what the threads and `take` run. At most `max_bytes` of
-    tensors that were not taken exist, read or not; one that is larger is read when it is taken, and so are all without
-    threads.
+    Use it in a `with` statement, whose end ends the threads. They and `take` call `read_into(name, tensor)`. At most
+    `max_bytes` of tensors that were not taken exist, read or not; a larger one is read when it is taken, and so are all
+    if `num_readers` is 0.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class ReadAhead:
         file: RankFile,
         device: torch.device,
         read_into: Callable[[str, torch.Tensor], None],
-        num_threads: int,
+        num_readers: int,
         max_bytes: int,
     ) -> None:
         self._file = file
@@ -31,8 +31,8 @@ class ReadAhead:
         self._read_into = read_into
         self._waiting = dict(file.tensors)
         self._begun: dict[str, tuple[torch.Tensor, Future[None]]] = {}
-        self._room = max_bytes if num_threads else 0
-        self._pool = ThreadPoolExecutor(max(1, num_threads), "tensor reader")
+        self._room = max_bytes if num_readers else 0
+        self._pool = ThreadPoolExecutor(max(1, num_readers), "tensor reader")
 
     def __enter__(self) -> "ReadAhead":
         return self

@@ -32,14 +32,12 @@ for ranks in ${RANKS:-2 4}; do
     start "comm-$ranks" mpirun --oversubscribe --bind-to none -np "$ranks" \
         python3 -m pytest -q -x tests/gpu/test_comm_nccl.py
 done
-
-failed=0 summary=""
-for index in "${!pids[@]}"; do
-    name=${names[index]}
-    result=ok
-    wait "${pids[index]}" || { result=FAILED; failed=1; }
-    summary+="$result  $name  $(tail -n 1 "$logs/$name.log")"$'\n'
-    [ "$result" = ok ] || { echo "== $name"; tail -n 60 "$logs/$name.log"; }
-done
-printf '%s' "$summary"
+test_file kernels-attention kernels -k attention
+test_file kernels-others kernels -k "not attention"
+test_file promises promises
+test_file engine-float32 engine -k float32
+test_file engine-others engine -k "not float32"
+test_file loading loading
+test_file invariance invariance
+test_file demo demo
 exit "$failed"

@@ -1,59 +1,75 @@
-"""The demo model writes the same bytes on any number of ranks, which may share one GPU; not to be started by mpirun."""
+"""`infer --numerics invariant` on a GPU: the same bytes at any rank count, batch size and cache size.
+
+The ranks share one GPU if need be; the model has nine query heads and three key/value heads, and random weights.
+"""
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+import torch
 
-from tests.cli.conftest import MpiRun, mpirun  # noqa: F401
-from tests.gpu.test_demo_gpu import GOLDEN
+from mpi_tp.models.families import tensor_table
+from tests.cli.conftest import mpirun  # noqa: F401
 
-RANKS = (1, 2, 3, 4)
-PROMPTS = [golden["prompt"] for golden in GOLDEN][:6]
-FLAGS = ["--device", "cuda", "--share-gpu", "--numerics", "invariant", "--logprobs", "--max-new-tokens", "8"]
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 5003,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "eos_token_id": 2,
+}
+LENGTHS = (1, 15, 16, 17, 40, 130, 257, 300, 5, 64)
 
 
 @pytest.fixture(scope="module")
-def shard_sets(demo_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Sets in bfloat16 by number of ranks, made side by side."""
-    folders = {ranks: tmp_path_factory.mktemp("sets") / str(ranks) for ranks in RANKS}
-    options = ("--strategy", "column_wise", "--dtype", "bfloat16")
-    processes = [
-        subprocess.Popen([sys.executable, "-m", "sharder", demo_gguf, "--ranks", str(ranks), *options, "-o", folder])
-        for ranks, folder in folders.items()
-    ]
-    assert [process.wait(100) for process in processes] == [0] * len(RANKS)
-    return folders
+def shards(tmp_path_factory):
+    """Shard sets of one random bfloat16 model for 1 to 4 ranks, by rank count."""
+    folder = tmp_path_factory.mktemp("sets")
+    torch.manual_seed(0)
+    weights = {row.name: (torch.randn(row.shape) * 0.05).bfloat16() for row in tensor_table(CONFIG)}
+    torch.save({"model": weights, "config": CONFIG}, folder / "base.pt")
+    for ranks in (1, 2, 3, 4):
+        command = [sys.executable, "-m", "sharder", folder / "base.pt", "--ranks", ranks, "-o", folder / str(ranks)]
+        subprocess.run([str(part) for part in command], check=True)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def written() -> list[bytes]:
-    """What the first run wrote: the bytes that every other one must write too."""
-    return []
+def prompts(shards):
+    lines = []
+    for number, length in enumerate(LENGTHS):
+        ids = [(7 * number + 13 * i) % 5000 + 3 for i in range(length)]
+        options = {"temperature": 0.8, "top_p": 0.9, "seed": number} if number % 3 == 0 else {}
+        lines.append(json.dumps({"prompt_token_ids": ids, **options}))
+    path = shards / "prompts.jsonl"
+    path.write_text("\n".join(lines))
+    return path
 
 
-@pytest.mark.parametrize("batch_size", [8, 1])
-@pytest.mark.parametrize("ranks", RANKS)
-def test_any_number_of_ranks_writes_the_same_bytes(
-    ranks: int,
-    batch_size: int,
-    mpirun: MpiRun,  # noqa: F811
-    shard_sets: dict[int, Path],
-    written: list[bytes],
-    tmp_path: Path,
-) -> None:
-    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    # Lines of different lengths, one much longer than a unit of keys, and one sampled.
-    lines = [{"prompt": prompt} for prompt in PROMPTS]
-    lines += [{"prompt": " ".join(PROMPTS) * 3}, {"prompt": PROMPTS[0], "temperature": 1.0, "top_p": 0.9, "n": 2}]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    comm = "nccl" if batch_size > 1 else "mpi"
-    files = ("--shards", shard_sets[ranks], "--input", prompts, "--output", output)
-    flags = (*FLAGS, "--kv-memory", "256M", "--max-batch-size", str(batch_size), "--comm", comm)
-    result = mpirun(ranks, "-m", "mpi_tp.infer", *files, *flags, timeout=100)
-    assert result.returncode == 0, result.stderr
-    assert [json.loads(line).get("error") for line in output.read_text().splitlines()] == [None] * len(lines)
-    written.append(output.read_bytes())
-    assert written[-1] == written[0]
+def test_the_same_bytes_everywhere(mpirun, shards, prompts):  # noqa: F811
+    def infer(ranks: int, *flags: str) -> bytes:
+        output = shards / "out.jsonl"
+        files = ("--shards", shards / str(ranks), "--input", prompts, "--output", output)
+        numerics = ("--device", "cuda", "--share-gpu", "--numerics", "invariant", "--logprobs")
+        result = mpirun(ranks, "-m", "mpi_tp.infer", *files, *numerics, "--max-new-tokens", 12, *flags, timeout=200)
+        assert result.returncode == 0, result.stderr
+        return output.read_bytes()
+
+    whole = infer(1)
+    assert len(whole.splitlines()) == len(LENGTHS)
+    assert b"error" not in whole
+    assert infer(1, "--max-batch-size", "1") == whole
+    # 36 blocks of 16 tokens for a prompt of 300 and others: some must give way and come back.
+    assert infer(1, "--kv-memory", str(37 * 16 * 2 * 4 * 3 * 64 * 2)) == whole
+    for ranks in (2, 3, 4):
+        assert infer(ranks) == whole

@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,36 +108,56 @@ class Setting:
     spoil: int | None = None
 
 
+@dataclass
+class Served:
+    """What an engine made of some requests, by their numbers; the figures are its own at the end."""
+
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    num_preemptions: int = 0
+    prefix_hit_tokens: int = 0
+
+
 def serve(setting: Setting, requests: Sequence[Request], size: int = 1) -> list[Outcome]:
-    """Return the outcomes in the order of the requests, after checking that all ranks ran the same steps."""
-    ranks = run_ranks(size, functools.partial(_serve_on_rank, setting, requests))
+    """Return the outcomes in the order of the requests."""
+    outcomes = serve_some(setting, requests, size, {}).outcomes
+    return [outcomes[key] for key in range(len(requests))]
+
+
+def serve_some(setting: Setting, requests: Sequence[Request], size: int, cancel_at: Mapping[int, int]) -> Served:
+    """Serve requests, of which some are cancelled before a step with this number; all ranks run the same steps."""
+    ranks = run_ranks(size, functools.partial(_serve_on_rank, setting, requests, cancel_at))
     assert all(hashes == ranks[0][1] for _, hashes in ranks)
-    return [ranks[0][0][key] for key in range(len(requests))]
+    return ranks[0][0]
 
 
 def _serve_on_rank(
-    setting: Setting, requests: Sequence[Request], comm: Communicator
-) -> tuple[dict[int, Outcome], list[str]]:
+    setting: Setting, requests: Sequence[Request], cancel_at: Mapping[int, int], comm: Communicator
+) -> tuple[Served, list[str]]:
     runner = build_runner(setting, comm)
+    served = Served()
     if comm.rank:
         follow(comm, runner, lambda: None)
-        return {}, runner.hashes
+        return served, runner.hashes
     engine = build_engine(setting, comm, runner)
-    outcomes = {}
     for key, (prompt, params) in enumerate(requests):
         try:
             engine.submit(key, prompt, params)
         except RequestError as error:
-            outcomes[key] = Outcome(key, 0, [], error)
+            served.outcomes[key] = Outcome(key, 0, [], error)
     engine.keep_alive()
-    while not engine.is_idle:
+    for step in itertools.count():
+        for key in [key for key, cancelled_at in cancel_at.items() if cancelled_at == step]:
+            engine.cancel(key)
+        if engine.is_idle:
+            break
         for outcome in engine.step():
-            assert outcome.key not in outcomes
-            outcomes[outcome.key] = outcome
+            assert outcome.key not in served.outcomes
+            served.outcomes[outcome.key] = outcome
     assert engine.blocks_in_use == engine.num_running == engine.num_waiting == 0
     engine.keep_alive()
     engine.close()
-    return outcomes, runner.hashes
+    served.num_preemptions, served.prefix_hit_tokens = engine.num_preemptions, engine.prefix_hit_tokens
+    return served, runner.hashes
 
 
 def build_runner(setting: Setting, comm: Communicator) -> RecordingRunner:

@@ -25,21 +25,21 @@ class GpuServer:
         hf, weights = hf_config(setting.model), hf_weights(setting.model)
         config = parse_config(hf)
         plan = plan_shards(tensor_table(hf), "column_wise", 1)
-        context = LayerContext(
-            SingleCommunicator(), GpuKernels(invariant), plan, device, lambda name: weights[name].to(device)
-        )
+        comm = SingleCommunicator()
+        comm.is_capturable = uses_graphs
+        context = LayerContext(comm, GpuKernels(invariant), plan, device, lambda name: weights[name].to(device))
         caches = allocate_cache(config, setting.num_blocks + 1, 0, 1, setting.model.dtype, device)
         for part in (part for cache in caches for part in cache):
             part.fill_(math.nan)
         runner = DeviceRunner(
             CausalLM(context, config),
             caches,
+            comm,
             device,
             max_batch_size=setting.max_batch_size,
             max_length=setting.context_length,
-            uses_graphs=uses_graphs,
         )
-        self.engine = build_engine(setting, SingleCommunicator(), runner)
+        self.engine = build_engine(setting, comm, runner)
 
     def serve(self, requests: Sequence[Request]) -> list[Outcome]:
         """Return the outcomes in the order of the requests, which are served together."""

@@ -22,7 +22,10 @@ Attend = Callable[[torch.Tensor, Cache, AttentionHeads, TiledInputs, int | None]
 
 
 class PagedSequences:
-    """Queries [n, H, D], keys and values [n, G, D] of sequences of n tokens; `groups` as in `uneven_heads`."""
+    """Queries [n, H, D], keys and values [n, G, D] of sequences of n tokens.
+
+    `groups[g]` heads share key/value head g.
+    """
 
     def __init__(
         self, lengths: Sequence[int], groups: tuple[int, ...], width: int, device: torch.device, dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Where there is no GPU, its kernels run in Triton's interpreter, which must be told before Triton is imported."""
+"""Where there is no GPU, its kernels run in Triton's interpreter, which is to be told before Triton is imported."""
 
 import os
 

@@ -15,6 +15,7 @@ def on_device(rows: SamplingRows) -> device_sampler.SamplingTensors:
     return device_sampler.SamplingTensors(
         *map(torch.from_numpy, (rows.temperature, rows.top_k, rows.top_p, rows.uniform)),
         filters=bool((rows.top_k > 0).any() or (rows.top_p < 1).any()),
+        logprobs=rows.logprobs,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from mpi_tp.engine.kv_cache import BLOCK_SIZE
 from mpi_tp.engine.request import SamplingParams
-from tests.support.engines import EOS, Setting, byte_level_tokenizer, serve
+from tests.support.engines import EOS, PipelinedRunner, RecordingRunner, Setting, byte_level_tokenizer, serve
 from tests.support.tiny import tiny_model
 
 PROMPTS = [[1, 2, 3], list(range(40, 75)), [255], [7] * 16, [9, 11, 13, 200] * 9]
@@ -169,11 +169,17 @@ def test_without_tokenizer_text_and_stop_strings_are_refused():
     assert [outcome.error and outcome.error.type for outcome in outcomes] == ["no_tokenizer", "no_tokenizer", None]
 
 
-def test_logits_that_are_no_numbers_fail_their_request_alone():
-    requests = [([1, 2, 3], greedy(6)), ([4, 66], greedy(6, n=2)), ([7] * 9, greedy(6))]
+@pytest.mark.parametrize("runner", [RecordingRunner, PipelinedRunner])
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_logits_that_are_no_numbers_fail_their_request_alone(temperature, runner):
+    requests = [
+        ([1, 2, 3], greedy(6, temperature=temperature)),
+        ([4, 66], greedy(6, n=2)),
+        ([7] * 9, greedy(6, logprobs=temperature > 0)),
+    ]
     clean = serve(setting(eos_token_ids=FREE), requests, 2)
     assert 66 not in [token for outcome in clean[::2] for token in outcome.completions[0].token_ids]
-    spoiled = serve(setting(eos_token_ids=FREE, spoil=66), requests, 2)
+    spoiled = serve(setting(eos_token_ids=FREE, spoil=66, runner=runner), requests, 2)
     assert token_ids(spoiled[::2]) == token_ids(clean[::2])
     assert spoiled[1].error is not None
     assert spoiled[1].error.type == "model_failure"

@@ -26,8 +26,8 @@ class ScriptedRunner:
 
     script: list[int]
     vocab_size: int
-    num_blocks = 10
-    steps_in_flight = 0
+    num_blocks: int = 10
+    steps_in_flight: int = 0
 
     def launch(self, plan):
         logits = torch.zeros(len(plan.logit_rows), self.vocab_size)
@@ -37,11 +37,17 @@ class ScriptedRunner:
 
 
 def generate(script, params, tokenizer=None):
-    """Return what becomes of a prompt of one token when the model says the script, and how many steps that took."""
+    """Return what becomes of a prompt of one token when the model says the script; a step in flight changes nothing."""
+    completion, with_a_step_in_flight = (_generate(script, params, tokenizer, steps) for steps in (0, 1))
+    assert completion == with_a_step_in_flight
+    return completion
+
+
+def _generate(script, params, tokenizer, steps_in_flight):
     tokenizer = tokenizer or byte_level_tokenizer()
     engine = Engine(
         SingleCommunicator(),
-        ScriptedRunner([*script, *[0] * 100], VOCABULARY_SIZE),
+        ScriptedRunner([*script, *[0] * 100], VOCABULARY_SIZE, steps_in_flight=steps_in_flight),
         Scheduler(BlockPool(10), 1),
         tokenizer,
         context_length=150,

@@ -38,6 +38,7 @@ ALLOWED = {
         "mpi_tp.detokenizer",
         "mpi_tp.errors",
         "mpi_tp.kernels.base",
+        "mpi_tp.kernels.gpu",
         "mpi_tp.layers",
         "mpi_tp.models",
         "mpi_tp.partition",

@@ -33,6 +33,11 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
 
 
+def gate_and_up(inputs: int):
+    rng = np.random.default_rng(inputs)
+    return KERNELS.prepare_gated(random(rng, 37, inputs), random(rng, 37, inputs))
+
+
 @DTYPES
 @pytest.mark.parametrize("inputs", [1, 3, 64, 100, 576, 1536])
 def test_linear_row_alone_and_in_any_batch(inputs, dtype):
@@ -82,12 +87,13 @@ def test_linear_keeps_a_bad_row_to_itself():
     assert same(KERNELS.linear(bad, weight)[good], KERNELS.linear(x, weight)[good])
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "relu", "gelu", "silu", "tanh", "silu_mul"])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "relu", "gelu", "silu", "tanh", "gated_linear"])
 def test_rows_alone_and_in_any_batch(name):
     rng = np.random.default_rng(3)
     operations = {
         "rms_norm": lambda x: KERNELS.rms_norm(x, torch.linspace(0.5, 2, x.shape[1]), 1e-6),
-        "silu_mul": lambda x: KERNELS.silu_mul(x, x.roll(1, dims=1)),
+        "add_rms_norm": lambda x: KERNELS.add_rms_norm(x.clone(), x.sin(), torch.linspace(0.5, 2, x.shape[1]), 1e-6)[1],
+        "gated_linear": lambda x: KERNELS.gated_linear(x, gate_and_up(x.shape[1])),
     }
     operation = operations.get(name, lambda x: KERNELS.activation(x, name))
     for width in (1, 3, 16, 17, 100, 1000, *rng.integers(1, 400, 5)):
@@ -102,20 +108,28 @@ def test_rows_alone_and_in_any_batch(name):
 def test_elements_wherever_they_stand(name):
     x = random(np.random.default_rng(4), 300) * 10
     whole = KERNELS.activation(x, name)
-    up = torch.ones_like(x)
     for start in range(0, 40):
         assert same(KERNELS.activation(x[start:], name), whole[start:])
-        assert same(KERNELS.silu_mul(x[start:], up[start:]), KERNELS.silu_mul(x, up)[start:])
 
 
-def test_rotary_with_any_neighbours():
+def test_rotation_with_any_neighbours_and_heads():
     rng = np.random.default_rng(5)
-    x, cos, sin = random(rng, 33, 5, 24), random(rng, 33, 24), random(rng, 33, 24)
-    whole = KERNELS.rotary(x, cos, sin)
+    qkv, norm = random(rng, 33, 9 * 24), random(rng, 24)
+    rotation = random(rng, 33, 24), random(rng, 33, 24)
+
+    def run(rows: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Return query heads first … last - 1 of 5 for some of the rows."""
+        heads = AttentionHeads(torch.arange(last - first) // 3, 2, 24, norm, norm, 1e-6)
+        x = torch.cat((qkv[rows, first * 24 : last * 24], qkv[rows, 5 * 24 :]), dim=1)
+        cache = torch.empty(3, 16, 2, 24), torch.empty(3, 16, 2, 24)
+        inputs = AttentionInputs(rows, rows, torch.zeros(1, 1), torch.arange(len(rows)))
+        return KERNELS.rotate_and_store(x, heads, tuple(part[rows] for part in rotation), cache, inputs)
+
+    whole = run(torch.arange(33), 0, 5)
     for tokens in BATCHES:
         order = torch.from_numpy(rng.permutation(33)[:tokens])
-        assert same(KERNELS.rotary(x[order], cos[order], sin[order]), whole[order])
-    assert same(KERNELS.rotary(x[:, 2:3], cos, sin), whole[:, 2:3])
+        assert same(run(order, 0, 5), whole[order])
+    assert same(run(torch.arange(33), 2, 4), whole[:, 2:4])
 
 
 class Paged:
@@ -155,7 +169,8 @@ class Paged:
             *map(torch.from_numpy, (positions, ids, tables[used], slots + positions % self.block_size))
         )
         k, v, q = (torch.cat([whole[s][a:b] for s, a, b in step]) for whole in (self.k, self.v, self.q))
-        KERNELS.write_kv(k, v, cache, inputs.slots)
+        rotation = torch.ones(len(q), self.width), torch.zeros(len(q), self.width)
+        KERNELS.rotate_and_store(torch.cat((q, k, v), dim=1).flatten(1), self.heads(), rotation, cache, inputs)
         y = KERNELS.attention(q, cache, self.heads(), inputs, window)
         for (s, a, b), part in zip(step, y.split([b - a for _, a, b in step]), strict=True):
             results[s][a:b] = part

@@ -46,6 +46,20 @@ def plain_attention(q, k, v, kv_index, scale, window):
     return torch.einsum("hcl,lhd->chd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
 
 
+def store(kernels: Kernels, k, v, cache, heads: AttentionHeads, inputs: AttentionInputs) -> None:
+    """Write keys and values [T, G, D] to the cache, without rotation."""
+    queries = torch.zeros(len(k), heads.num_heads, heads.head_dim)
+    rotation = torch.ones(len(k), heads.head_dim), torch.zeros(len(k), heads.head_dim)
+    kernels.rotate_and_store(torch.cat((queries, k, v), dim=1).flatten(1), heads, rotation, cache, inputs)
+
+
+def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Rotate heads [T, H, D] by angles [T, D / 2], as complex numbers in float64."""
+    first, second = x.double().chunk(2, dim=-1)
+    turned = torch.complex(first, second) * torch.polar(torch.ones(1).double(), angles.double())[:, None]
+    return torch.cat((turned.real, turned.imag), -1)
+
+
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -97,19 +111,6 @@ def test_rms_norm(numerics, shape):
 
 
 @BOTH
-def test_rotary_matches_complex_rotation(numerics):
-    angles = random(1, 5, 8)
-    x = random(2, 5, 3, 16)
-    cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
-    y = kernels_for(numerics).rotary(x, cos, sin)
-    turned = (
-        torch.complex(x[..., :8].double(), x[..., 8:].double())
-        * torch.polar(torch.ones(1).double(), angles.double())[:, None]
-    )
-    torch.testing.assert_close(y.double(), torch.cat((turned.real, turned.imag), -1), rtol=0, atol=2e-6)
-
-
-@BOTH
 @pytest.mark.parametrize("name", ["relu", "gelu", "silu", "tanh", "none"])
 def test_activations(numerics, name):
     x = torch.cat((random(1, 999) * 8, torch.tensor([0.0, -0.0, 100.0, -100.0, math.inf])))
@@ -133,14 +134,6 @@ def test_activations(numerics, name):
 
 
 @BOTH
-def test_silu_mul(numerics):
-    gate, up = random(1, 5, 77) * 10, random(2, 5, 77)
-    y = kernels_for(numerics).silu_mul(gate, up)
-    expected = gate.double() / (1 + torch.exp(-gate.double())) * up
-    torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=1e-30)
-
-
-@BOTH
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(9, 3, 64), (2, 2, 16), (3, 1, 6), (5, 2, 80)])
 def test_attention(numerics, window, heads, kv_heads, width):
@@ -152,9 +145,10 @@ def test_attention(numerics, window, heads, kv_heads, width):
     cache = tuple(torch.full((blocks, block_size, kv_heads, width), math.nan) for _ in range(2))
     whole, _ = paged(lengths, lengths, block_size, seed=4)
     k, v = random(1, sum(lengths), kv_heads, width), random(2, sum(lengths), kv_heads, width)
-    kernels.write_kv(k, v, cache, whole.slots)
+    attention_heads = AttentionHeads(kv_index, kv_heads, width)
+    store(kernels, k, v, cache, attention_heads, whole)
     q = random(3, sum(counts), heads, width)
-    y = kernels.attention(q, cache, AttentionHeads(kv_index, kv_heads, width), inputs, window)
+    y = kernels.attention(q, cache, attention_heads, inputs, window)
     sequences = zip(q.split(counts), k.split(lengths), v.split(lengths), strict=True)
     expected = torch.cat([plain_attention(*parts, kv_index, width**-0.5, window) for parts in sequences])
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=2e-6)
@@ -180,21 +174,25 @@ def test_rotate_and_store(normed, numerics):
     inputs, blocks = paged([3, 20, 1], [3, 2, 1], 16, seed=1)
     norms = {"q_norm": random(4, width), "k_norm": random(5, width), "norm_eps": 1e-5} if normed else {}
     attention_heads = AttentionHeads(torch.tensor([0, 0, 1, 1, 1]), kv_heads, width, **norms)
-    qkv = random(2, 6, (heads + 2 * kv_heads) * width)
-    angles = random(3, 6, width // 2)
+    qkv, angles = random(2, 6, (heads + 2 * kv_heads) * width), random(3, 6, width // 2)
     rotation = tuple(torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
     cache = tuple(torch.full((blocks, 16, kv_heads, width), 7.0) for _ in range(2))
-    expected_cache = tuple(torch.full((blocks, 16, kv_heads, width), 7.0) for _ in range(2))
     y = kernels.rotate_and_store(qkv, attention_heads, rotation, cache, inputs)
     q, k, v = qkv.unflatten(-1, (-1, width)).split((heads, kv_heads, kv_heads), dim=1)
     if normed:
-        q, k = (
-            torch.nn.functional.rms_norm(x, (width,), norms[name], 1e-5) for x, name in ((q, "q_norm"), (k, "k_norm"))
-        )
-    kernels.write_kv(kernels.rotary(k, *rotation), v, expected_cache, inputs.slots)
-    torch.testing.assert_close(y, kernels.rotary(q, *rotation))
-    for stored, expected in zip(cache, expected_cache, strict=True):
-        torch.testing.assert_close(stored, expected)
+        q, k = (torch.nn.functional.rms_norm(x, (width,), norms[n], 1e-5) for x, n in ((q, "q_norm"), (k, "k_norm")))
+    torch.testing.assert_close(y.double(), rotate(q, angles), rtol=1e-6, atol=2e-6)
+    expected = tuple(torch.full((blocks, 16, kv_heads, width), 7.0) for _ in range(2))
+    store(
+        kernels,
+        rotate(k, angles).float(),
+        v,
+        expected,
+        AttentionHeads(attention_heads.kv_index, kv_heads, width),
+        inputs,
+    )
+    for stored, wanted in zip(cache, expected, strict=True):
+        torch.testing.assert_close(stored, wanted, rtol=1e-6, atol=2e-6)
 
 
 @BOTH
@@ -236,10 +234,11 @@ def test_the_token_of_the_best_rank(numerics):
 
 
 @BOTH
-def test_write_kv_touches_its_slots_only(numerics):
-    cache = torch.full((4, 3, 2, 5), 7.0), torch.full((4, 3, 2, 5), 8.0)
-    k, v, slots = random(1, 3, 2, 5), random(2, 3, 2, 5), torch.tensor([11, 0, 4])
-    kernels_for(numerics).write_kv(k, v, cache, slots)
+def test_the_cache_changes_in_its_slots_only(numerics):
+    cache = torch.full((4, 3, 2, 6), 7.0), torch.full((4, 3, 2, 6), 8.0)
+    k, v, slots = random(1, 3, 2, 6), random(2, 3, 2, 6), torch.tensor([11, 0, 4])
+    inputs = AttentionInputs(torch.zeros(3), torch.zeros(3), torch.zeros(1, 1), slots)
+    store(kernels_for(numerics), k, v, cache, AttentionHeads(torch.tensor([0, 1]), 2, 6), inputs)
     for stored, new, old in zip(cache, (k, v), (7.0, 8.0), strict=True):
         # The order inside a block is the kernels' own; the blocks are not.
         for block, token in ((3, 0), (0, 1), (1, 2)):

@@ -1,12 +1,14 @@
 """From shard files to a model on every rank."""
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from mpi_tp.comm.threads import run_ranks
-from mpi_tp.errors import ConfigurationError
+from mpi_tp.errors import ConfigurationError, FileError
 from mpi_tp.kernels import select
 from mpi_tp.loading import load_model
 from mpi_tp.memory import fitting
@@ -17,7 +19,7 @@ from mpi_tp.partition.plan import TensorRow, plan_shards
 from mpi_tp.partition.ranges import Blocks
 from mpi_tp.shards.reader import ShardSet
 from tests.support.parallel import CPU
-from tests.support.shards import set_options, write_set
+from tests.support.shards import flip, set_options, write_set
 
 SHAPES = {"0.weight": (30, 20), "0.bias": (30,), "2.weight": (9, 30), "2.bias": (9,)}
 CONFIG = mlp_config(SHAPES, "relu")
@@ -35,9 +37,18 @@ def write(directory: Path, weights: dict[str, torch.Tensor], ranks: int) -> Shar
     return ShardSet.open(directory)
 
 
+@pytest.fixture(params=[1, 3])
+def torch_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """How many threads a rank has; with more than one, tensors are read ahead."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.float64])
-def test_each_rank_loads_its_part(tmp_path: Path, bias_dtype: torch.dtype, numerics: str) -> None:
+def test_each_rank_loads_its_part(tmp_path: Path, bias_dtype: torch.dtype, numerics: str, torch_threads: int) -> None:
     """A bias may be stored wider than the matrices are."""
     weights = random_weights(bias_dtype)
     shards = write(tmp_path / "set", weights, 3)
@@ -59,6 +70,23 @@ def test_each_rank_loads_its_part(tmp_path: Path, bias_dtype: torch.dtype, numer
         assert steps == len(SHAPES)
     whole = sum(tensor.nbytes for tensor in weights.values())
     assert sum(num_bytes for _, num_bytes, _ in results) == whole + 2 * weights["2.bias"].nbytes
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_damage_anywhere_is_told_with_tensor_rank_and_file(tmp_path: Path, name: str, torch_threads: int) -> None:
+    shards = write(tmp_path, random_weights(), 2)
+    kernels = select(CPU, "fast", torch.float32)
+    with shards.open_rank(1) as rank_file:
+        part = rank_file.tensors[name]
+    flip(rank_file.path, part.offset + part.num_bytes // 2)
+
+    def run(comm):
+        with shards.open_rank(comm.rank) as rank_file:
+            load_model(shards, rank_file, comm, kernels, CPU, lambda: None)
+
+    with pytest.raises(FileError, match=rf"rank-00001-of-00002\.h5: tensor {name} of rank 1 is damaged"):
+        run_ranks(2, run)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensor reader")]
 
 
 def test_a_set_that_is_split_in_another_way_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from mpi_tp.engine.request import SamplingParams
-from mpi_tp.engine.sampler import choose_token, find_candidates, log_probability
+from mpi_tp.engine.sampler import choose_token, find_candidates, log_probability, sample
+from mpi_tp.engine.step import SamplingRows
+from mpi_tp.engine.uniform_stream import UniformStream
 from mpi_tp.errors import UsageError
 
 DRAWS = 4000
@@ -15,10 +17,10 @@ def random_logits(size=50, seed=0):
     return (np.random.default_rng(seed).standard_normal(size) * 2).astype(np.float32)
 
 
-def draws(logits, **params):
+def draws(logits, temperature=1.0, top_k=0, top_p=1.0):
     """Return the tokens chosen at many positions."""
-    params = SamplingParams(temperature=params.pop("temperature", 1.0), **params)
-    return [choose_token(logits, params, 0, position) for position in range(DRAWS)]
+    uniforms = UniformStream(0, 0)
+    return [choose_token(logits, temperature, top_k, top_p, uniforms.at(position)) for position in range(DRAWS)]
 
 
 def reference(logits, temperature=1.0, top_k=None, top_p=None):
@@ -35,7 +37,7 @@ def reference(logits, temperature=1.0, top_k=None, top_p=None):
 
 def test_greedy_takes_the_largest_and_of_equals_the_lowest_id():
     logits = np.array([1, 3, 3, -np.inf, 3, 0], np.float32)
-    assert choose_token(logits, SamplingParams(), 0, 7) == 1
+    assert choose_token(logits, temperature=0, top_k=0, top_p=1, uniform=0.9) == 1
 
 
 @pytest.mark.parametrize(
@@ -69,8 +71,7 @@ def test_candidates_are_those_of_the_sorted_vocabulary(spread, top_p, top_k):
     """Logits in steps of 1/8 have many equals."""
     for seed in range(3):
         logits = np.round(random_logits(500, seed) * spread * 8) / 8
-        params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)
-        candidates, cumulative = find_candidates(logits, params)
+        candidates, cumulative = find_candidates(logits, 1.0, top_k or 0, top_p or 1.0)
         expected = reference(logits, top_k=top_k, top_p=top_p)
         assert set(candidates) == set(np.flatnonzero(expected))
         np.testing.assert_allclose(cumulative / cumulative[-1], expected[candidates].cumsum(), rtol=1e-12)
@@ -108,21 +109,57 @@ def test_huge_temperatures_are_uniform_and_huge_logits_no_problem():
     assert counts.min() > DRAWS / 4 * 0.8
 
 
-@pytest.mark.parametrize("top_k", [None, 20])
-def test_a_choice_depends_on_seed_sample_and_position_only(top_k):
-    logits = random_logits(1000)
+@pytest.mark.parametrize(("seed", "number"), [(0, 0), (3, 1), (-1, 0), (2**63, 5), (2**70 + 7, 16383)])
+def test_a_random_number_is_that_of_its_position(seed, number):
+    """Against numpy's own generator, started at each position."""
+    expected = [
+        np.random.Generator(
+            np.random.Philox(key=np.array([seed % 2**64, number], np.uint64), counter=position)
+        ).random()
+        for position in range(400)
+    ]
+    in_order = UniformStream(seed, number)
+    assert [in_order.at(position) for position in range(400)] == expected
+    late = UniformStream(seed, number)
+    order = [399, 5, 70, 69, 68, 200]
+    assert [late.at(position) for position in order] == [expected[position] for position in order]
 
-    def chosen(seed, sample):
-        params = SamplingParams(temperature=1.0, top_k=top_k, seed=seed)
-        return [choose_token(logits, params, sample, position) for position in range(40)]
 
-    first = chosen(3, 0)
-    assert first == chosen(3, 0)
-    assert first != chosen(4, 0)
-    assert first != chosen(3, 1)
-    assert len(set(first)) > 5
-    assert chosen(-1, 0) != chosen(1, 0)
-    assert chosen(2**63, 0) != chosen(2**63 - 1, 0)
+def test_seeds_and_samples_have_numbers_of_their_own():
+    streams = [UniformStream(*key) for key in ((3, 0), (4, 0), (3, 1), (-1, 0), (2**63, 0), (2**63 - 1, 0))]
+    assert len({stream.at(position) for stream in streams for position in range(100)}) == 600
+
+
+def rows_of(*rows, logprobs=False):
+    """Return how rows are sampled, each given by temperature, top_k, top_p and random number."""
+    temperature, top_k, top_p, uniform = zip(*rows, strict=True)
+    return SamplingRows(
+        np.array(temperature, np.float32),
+        np.array(top_k, np.int32),
+        np.array(top_p, np.float32),
+        np.array(uniform),
+        logprobs,
+    )
+
+
+def test_rows_are_sampled_each_in_its_own_way():
+    logits = np.stack([random_logits(500, seed) for seed in range(4)])
+    options = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.3), (0.5, 20, 0.75, 0.8), (2.0, 0, 0.5, 0.99)]
+    sampled = sample(logits, rows_of(*options, logprobs=True))
+    assert sampled.tokens.dtype == np.int64
+    assert sampled.tokens.tolist() == [choose_token(own, *one) for own, one in zip(logits, options, strict=True)]
+    assert sampled.logprobs.dtype == np.float32
+    assert sampled.logprobs.tolist() == [log_probability(*one) for one in zip(logits, sampled.tokens, strict=True)]
+    assert sample(logits, rows_of(*options)).logprobs is None
+
+
+@pytest.mark.parametrize("wrong", [[np.nan, 0, 1], [0, np.inf, 1], [-np.inf] * 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_give_no_token(temperature, wrong):
+    logits = np.array([[0, 1, -np.inf], wrong, [2, 1, 0]], np.float32)
+    sampled = sample(logits, rows_of(*[(temperature, 1, 1.0, 0.5)] * 3, logprobs=True))
+    assert sampled.tokens.tolist() == [1, -1, 0]
+    assert np.isfinite(sampled.logprobs).all()
 
 
 def test_log_probability_is_the_log_softmax():
