@@ -29,9 +29,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    if target.exists() and not target.is_file() and not target.is_dir():
-        raise FileError(f"cannot write {path}: it is a device or a pipe, and this output must be a file")
     with write_errors(path):
+        if target.exists() and not target.is_file() and not target.is_dir():
+            raise FileError(f"cannot write {path}: it is a device or a pipe, and this output must be a file")
         if target.exists():
             target.open("ab").close()  # a rename would not mind that the file is write-protected
         stream = temporary.open("xb")
