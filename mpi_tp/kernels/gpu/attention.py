@@ -28,6 +28,8 @@ LARGE_UNIT = 256
 """Keys in a unit when there are programs enough: fewer parts to join."""
 KEYS = 64
 """Keys of a block inside a unit: a product on tensor cores has 64 rows."""
+FLOAT32_KEYS = 16
+"""The same in float32, without tensor cores: each takes its share of a minute to compile."""
 MIN_ROWS = 16
 """The fewest columns that a product on tensor cores has."""
 ROWS = 64
@@ -73,9 +75,20 @@ def _attend_unit(
         weight_LR = tl.exp2(score_LR - new_top_R[None, :])
         part_DR = tl.dot(tl.trans(v_LD), weight_LR.to(v_LD.dtype), input_precision="ieee")
         acc_DR = acc_DR * shrink_R[None, :] + part_DR
-        sum_R = sum_R * shrink_R + tl.sum(weight_LR, 0)
+        sum_R = sum_R * shrink_R + _column_sums(weight_LR, v_LD.dtype, L)
         top_R = new_top_R
     return top_R, sum_R, acc_DR
+
+
+@triton.jit
+def _column_sums(weight_LR, KIND: tl.constexpr, L: tl.constexpr):
+    """Sum each column in an order that the number of columns does not change.
+
+    On tensor cores the layout of products fixes it. In float32 the layout varies, and only a product has one order.
+    """
+    if KIND == tl.float32:
+        return tl.max(tl.dot(tl.full((16, L), 1.0, tl.float32), weight_LR, input_precision="ieee"), 0)
+    return tl.sum(weight_LR, 0)
 
 
 @triton.jit
@@ -89,12 +102,13 @@ def _join(top, total, acc, unit_top, unit_total, unit_acc):
 @triton.jit
 def _prefetch_unit(
     keys, values, table, unit, end, block_stride,
-    S: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, LINE: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, UNIT: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """Fetch a unit's keys and values while the kernel waits; what this step still writes reaches the same cache."""
     key_L = unit * UNIT + tl.arange(0, UNIT)
     block_L = tl.load(table + key_L // S, mask=key_L < end, other=0).to(tl.int64)
-    line_LI = (block_L * block_stride + (key_L % S) * D)[:, None] + tl.arange(0, (D + LINE - 1) // LINE)[None, :] * LINE
+    line_I = tl.minimum(tl.arange(0, (D_PADDED + LINE - 1) // LINE) * LINE, D - 1)
+    line_LI = (block_L * block_stride + (key_L % S) * D)[:, None] + line_I[None, :]
     prefetch(keys + line_LI)
     prefetch(values + line_LI)
 
@@ -127,7 +141,7 @@ def _attention_kernel(
     values += kv_head * S * D
     table = tables + sequence.to(tl.int64) * table_stride
     if PREFETCH and PDL:
-        _prefetch_unit(keys, values, table, split, end, block_stride, S, D, UNIT, LINE)
+        _prefetch_unit(keys, values, table, split, end, block_stride, S, D, D_PADDED, UNIT, LINE)
     wait_for_inputs(PDL)
     d = tl.arange(0, D_PADDED)
     place_R = token_R.to(tl.int64) * H + head_R
@@ -262,7 +276,7 @@ class _Call:
             inputs.block_tables.stride(0), keys.stride(0), self.window,
             SCALE=width**-0.5 * math.log2(math.e), S=keys.shape[1], D=width,
             D_PADDED=max(triton.next_power_of_2(width), MIN_ROWS), GROUP=triton.next_power_of_2(heads.largest_group),
-            R=rows, L=min(KEYS, unit), UNIT=unit, SINGLE=single, SPLIT=units > 1,
+            R=rows, L=FLOAT32_KEYS if keys.itemsize == 4 else min(KEYS, unit), UNIT=unit, SINGLE=single, SPLIT=units > 1,
             PREFETCH=single and count * heads.num_kv_heads <= FEW_PROGRAMS, LINE=128 // keys.itemsize,
             num_warps=4, num_stages=2, enable_fp_fusion=False, **launch_options(),
         )  # fmt: skip
