@@ -14,6 +14,7 @@ import torch
 
 from mpi_tp.kernels import select
 from mpi_tp.kernels.base import AttentionHeads, AttentionInputs
+from tests.unit.test_kernels import store
 
 KERNELS = select(torch.device("cpu"), "invariant", torch.bfloat16)
 BATCHES = (1, 2, 3, 5, 8, 16, 33)
@@ -82,12 +83,14 @@ def test_linear_keeps_a_bad_row_to_itself():
     assert same(KERNELS.linear(bad, weight)[good], KERNELS.linear(x, weight)[good])
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "relu", "gelu", "silu", "tanh", "silu_mul"])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "relu", "gelu", "silu", "tanh"])
 def test_rows_alone_and_in_any_batch(name):
     rng = np.random.default_rng(3)
     operations = {
         "rms_norm": lambda x: KERNELS.rms_norm(x, torch.linspace(0.5, 2, x.shape[1]), 1e-6),
-        "silu_mul": lambda x: KERNELS.silu_mul(x, x.roll(1, dims=1)),
+        "add_rms_norm": lambda x: torch.cat(
+            KERNELS.add_rms_norm(x.clone(), x.roll(1, 1), torch.full(x.shape[1:], 2.0), 1e-6), 1
+        ),
     }
     operation = operations.get(name, lambda x: KERNELS.activation(x, name))
     for width in (1, 3, 16, 17, 100, 1000, *rng.integers(1, 400, 5)):
@@ -102,20 +105,44 @@ def test_rows_alone_and_in_any_batch(name):
 def test_elements_wherever_they_stand(name):
     x = random(np.random.default_rng(4), 300) * 10
     whole = KERNELS.activation(x, name)
-    up = torch.ones_like(x)
     for start in range(0, 40):
         assert same(KERNELS.activation(x[start:], name), whole[start:])
-        assert same(KERNELS.silu_mul(x[start:], up[start:]), KERNELS.silu_mul(x, up)[start:])
 
 
-def test_rotary_with_any_neighbours():
+@DTYPES
+def test_gated_linear_row_alone_in_any_batch_and_over_any_slice(dtype):
+    rng = np.random.default_rng(6)
+    gate, up, x = random(rng, 130, 300).to(dtype), random(rng, 130, 300).to(dtype), random(rng, max(BATCHES), 300) / 4
+    whole = torch.cat([KERNELS.gated_linear(row[None], KERNELS.prepare_gated(gate, up)) for row in x])
+    for tokens in BATCHES:
+        order = torch.from_numpy(rng.permutation(len(x))[:tokens])
+        for width in (1, 16, 50, 130):
+            own = slice(start := int(rng.integers(0, 131 - width)), start + width)
+            part = KERNELS.gated_linear(x[order], KERNELS.prepare_gated(gate[own], up[own]))
+            assert same(part, whole[order][:, own])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation_with_any_neighbours(normed):
     rng = np.random.default_rng(5)
-    x, cos, sin = random(rng, 33, 5, 24), random(rng, 33, 24), random(rng, 33, 24)
-    whole = KERNELS.rotary(x, cos, sin)
+    norms = {"q_norm": random(rng, 24), "k_norm": random(rng, 24), "norm_eps": 1e-5} if normed else {}
+    heads = AttentionHeads(torch.tensor([0, 0, 1]), 2, 24, **norms)
+    qkv, cos, sin = random(rng, 33, 7 * 24), random(rng, 33, 24), random(rng, 33, 24)
+    slots, nothing = torch.arange(33), torch.zeros(33, dtype=torch.int64)
+
+    def run(order):
+        cache = torch.zeros(3, 16, 2, 24), torch.zeros(3, 16, 2, 24)
+        inputs = AttentionInputs(nothing, nothing, torch.zeros(1, 1, dtype=torch.int32), slots[order])
+        return cache, KERNELS.rotate_and_store(qkv[order], heads, (cos[order], sin[order]), cache, inputs)
+
+    whole_cache, whole = run(torch.arange(33))
     for tokens in BATCHES:
         order = torch.from_numpy(rng.permutation(33)[:tokens])
-        assert same(KERNELS.rotary(x[order], cos[order], sin[order]), whole[order])
-    assert same(KERNELS.rotary(x[:, 2:3], cos, sin), whole[:, 2:3])
+        cache, part = run(order)
+        assert same(part, whole[order])
+        for stored, expected in zip(cache, whole_cache, strict=True):
+            assert same(stored, torch.where(stored == 0, stored, expected))
+            assert (stored != 0).sum() == tokens * 2 * 24
 
 
 class Paged:
@@ -155,7 +182,7 @@ class Paged:
             *map(torch.from_numpy, (positions, ids, tables[used], slots + positions % self.block_size))
         )
         k, v, q = (torch.cat([whole[s][a:b] for s, a, b in step]) for whole in (self.k, self.v, self.q))
-        KERNELS.write_kv(k, v, cache, inputs.slots)
+        store(KERNELS, k, v, cache, inputs)
         y = KERNELS.attention(q, cache, self.heads(), inputs, window)
         for (s, a, b), part in zip(step, y.split([b - a for _, a, b in step]), strict=True):
             results[s][a:b] = part
