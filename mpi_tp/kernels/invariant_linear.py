@@ -20,8 +20,8 @@ from mpi_tp.kernels.vectors import LANES, float_of_bits, load, store
 
 DEPTH = 256
 """Terms summed in one go."""
-GROUP = 8
-"""Tiles that go through all of K before the next begin; an even number."""
+GROUP, GROUP_OF_ONE_ROW = 8, 4
+"""Tiles that go through all of K before the next begin; even numbers. One row takes 4 side by side: 4 long streams."""
 
 Array = np.ndarray[Any, Any]
 
@@ -38,22 +38,29 @@ def _multiply_tiles(x_TK: Array, w: Array, bias_M: Array, y_TM: Array) -> None:
 
 @inlined
 def _multiply(x_TK: Array, w: Array, bias_M: Array, y_TM: Array) -> None:
-    for tile in range(0, w.shape[0], GROUP):
-        end = min(tile + GROUP, w.shape[0])
+    # Rows of y may be a multiple of 4 KiB apart, and then push each other out of the processor's cache.
+    sums = np.empty((x_TK.shape[0], GROUP * LANES), np.float32)
+    group = GROUP_OF_ONE_ROW if x_TK.shape[0] == 1 else GROUP
+    for tile in range(0, w.shape[0], group):
+        end = min(tile + group, w.shape[0])
         first, last = tile * LANES, end * LANES
-        _multiply_tiles(x_TK, w[tile:end], bias_M[first:last], y_TM[:, first:last])
+        _multiply_tiles(x_TK, w[tile:end], bias_M[first:last], sums[:, : last - first])
+        for token in range(x_TK.shape[0]):
+            for column in range(0, last - first, LANES):
+                store(y_TM[token], first + column, load(sums[token], column))
 
 
 @inlined
 def _multiply_gated(x_TK: Array, w: Array, bias_2M: Array, y_TM: Array) -> None:
-    parts = np.empty((x_TK.shape[0], GROUP * LANES), np.float32)
-    for tile in range(0, w.shape[0], GROUP):
-        end = min(tile + GROUP, w.shape[0])
+    sums = np.empty((x_TK.shape[0], GROUP * LANES), np.float32)
+    group = GROUP_OF_ONE_ROW if x_TK.shape[0] == 1 else GROUP
+    for tile in range(0, w.shape[0], group):
+        end = min(tile + group, w.shape[0])
         first, last = tile * LANES, end * LANES
-        _multiply_tiles(x_TK, w[tile:end], bias_2M[first:last], parts[:, : last - first])
+        _multiply_tiles(x_TK, w[tile:end], bias_2M[first:last], sums[:, : last - first])
         for token in range(x_TK.shape[0]):
             for column in range(0, last - first, 2 * LANES):
-                gate, up = load(parts[token], column), load(parts[token], column + LANES)
+                gate, up = load(sums[token], column), load(sums[token], column + LANES)
                 store(y_TM[token], (first + column) // 2, gate / (ONE + exp(ZERO - gate)) * up)
 
 

@@ -23,6 +23,9 @@ Few rows need more tiles to keep the multipliers and the memory busy. From three
 have three rows or more.
 """
 
+STREAM_BYTES = 2048
+"""How far ahead of its use a weight is fetched where one row makes each tile a stream of its own."""
+
 WORDS = ir.VectorType(INT, LANES)
 HALVES = ir.VectorType(ir.IntType(16), LANES)
 
@@ -167,11 +170,15 @@ class _Product:
         """Return where a block of rows starts to fetch weights ahead of their use, and how far it moves with each k."""
         if self.ahead:
             return [(self._weights(self.ahead, tile), self.ahead.strides[0]) for tile in tiles]
-        # Side by side, tiles are several streams, and the processor's own prefetching is enough.
-        return [self._share_of_next(tiles[0], rows)] if len(tiles) == 1 else []
+        if len(rows) == 1:
+            stride = self.w.strides[1]
+            return [
+                (cgutils.pointer_add(self.builder, self.w.row(t), stride.type(STREAM_BYTES)), stride) for t in tiles
+            ]
+        return [self._share_of_next(tile, len(tiles), rows) for tile in tiles]
 
-    def _share_of_next(self, tile: ir.Value, rows: list[ir.Value]) -> tuple[ir.Value, ir.Value]:
-        """Return how a block of rows fetches its share of the next tile, so that memory is busy all the time.
+    def _share_of_next(self, tile: ir.Value, distance: int, rows: list[ir.Value]) -> tuple[ir.Value, ir.Value]:
+        """Return how a block of rows fetches its share of the tile `distance` on, so that memory is busy all the time.
 
         Fetching past the end does no harm.
         """
@@ -179,7 +186,8 @@ class _Product:
         stride = self.w.strides[1]
         step = builder.udiv(builder.mul(stride, stride.type(len(rows))), total)
         done = builder.udiv(builder.mul(builder.mul(self.x.shape[1], stride), rows[0]), total)
-        return cgutils.pointer_add(builder, self.w.row(tile), builder.add(self.w.strides[0], done)), step
+        start = builder.mul(self.w.strides[0], stride.type(distance))
+        return cgutils.pointer_add(builder, self.w.row(tile), builder.add(start, done)), step
 
     def _load(self, address: ir.Value) -> ir.Value:
         return self.builder.load(address, align=4)
