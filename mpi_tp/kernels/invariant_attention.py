@@ -105,10 +105,12 @@ def _attend_heads(
         start, padded = first // size * size, (end + size - 1) // size * size
         table_M = tables_BM[sequences_T[token]]
         _score(q_TED[token], keys_PDS, table_M, start, end, scores_EL)
-        # What lies in the cache beyond the sequence may be anything.
-        scores_EL[:, : first - start] = HIDDEN
-        scores_EL[:, end - start : padded - start] = HIDDEN
         for row in range(heads):
+            # What lies in the cache beyond the sequence may be anything.
+            for key in range(start, first):
+                scores_EL[row, key - start] = HIDDEN
+            for key in range(end, padded):
+                scores_EL[row, key - start] = HIDDEN
             shares_E[row] = _softmax(scores_EL[row, : padded - start], scale)
         y_ED = y_TED[token]
         _average(scores_EL, values_PSD, table_M, start, first, end, y_ED)
@@ -125,7 +127,8 @@ def _attend_any(
     size = values_PSD.shape[1]
     weights_L = np.empty((end - first + LANES - 1) // LANES * LANES, np.float32)
     for row in range(q_ED.shape[0]):
-        weights_L[:] = HIDDEN
+        for key in range(weights_L.shape[0]):
+            weights_L[key] = HIDDEN
         for key in range(first, end):
             score = ZERO
             for d in range(q_ED.shape[1]):
@@ -231,6 +234,8 @@ def rotate_and_store(
                 _rotate(x_D, cos_TD[token], sin_TD[token], q_THD[token, head])
             else:
                 _rotate(x_D, cos_TD[token], sin_TD[token], rotated_D)
-                keys_PGDS[block, head - heads, :, place] = rotated_D
+                for d in range(width):
+                    keys_PGDS[block, head - heads, d, place] = rotated_D[d]
         for head in range(kv_heads):
-            values_PGSD[block, head, place] = qkv_THD[token, heads + kv_heads + head]
+            for d in range(width):
+                values_PGSD[block, head, place, d] = qkv_THD[token, heads + kv_heads + head, d]
