@@ -8,7 +8,7 @@
 #
 #   bash run.sh                    set up, shard a small demo model for 2 ranks, generate text
 #   bash run.sh test               install what the tests need and run all of them
-#   bash run.sh PROGRAM ARGS...    launch a program over MPI ranks: infer, serve, bench, doctor
+#   bash run.sh PROGRAM ARGS...    launch a program over MPI ranks: infer, bench
 #   sbatch --ntasks=4 --gpus-per-node=4 run.sh PROGRAM ARGS...    the same as a Slurm job
 #
 # NP=4 sets the number of ranks. Otherwise it is that of the Slurm allocation, or that of the shard set.
@@ -18,7 +18,7 @@
 # limit, to this script alone, which hands it on. A job that starts again appends to its log.
 set -euo pipefail
 
-readonly PROGRAMS=(infer serve bench doctor)
+readonly PROGRAMS=(infer bench)
 readonly MAX_REQUEUES=5 # a job that fails the same way every time must end
 
 usage() { sed -n 's/^#   \(.*\)/\1/p; s/^# \(NP=.*\|Exit .*\)/\1/p' "${BASH_SOURCE[0]}"; }
@@ -114,6 +114,7 @@ read_arguments() {
     for index in "${!arguments[@]}"; do
         case "$flag ${arguments[index]}" in
         "--shards "* | *" --shards="*) shards=${arguments[index]#--shards=} ;;
+        "--shape "* | *" --shape="*) shards="" ;; # a model without files, for any number of ranks
         "--input -" | *" --input=-")
             spool=$(mktemp)
             trap 'rm -f "$spool"' EXIT
@@ -276,7 +277,8 @@ run_tests() {
     check "ruff check" "$python" -m ruff check .
     check "ruff format" "$python" -m ruff format --check .
     check mypy "$python" -m mypy
-    check "unit and cli" "$python" -m pytest tests/unit tests/cli
+    check unit "$python" -m pytest -n auto --maxprocesses 8 --dist loadfile tests/unit
+    check cli "$python" -m pytest tests/cli
     for ranks in 1 2 3 4; do
         choose_launcher "$ranks"
         check "mpi, ranks: $ranks" "${launcher[@]}" "$python" -m pytest tests/mpi -x
@@ -291,7 +293,7 @@ main() {
     if [[ ${1:-} != *help ]]; then choose_python; fi
     case ${1:-} in
     "") run_demo ;;
-    help | --help) usage ;;
+    help | --help | -h) usage ;;
     test) run_tests ;;
     *) run_program "$@" ;;
     esac

@@ -24,11 +24,14 @@ def write_errors(path: Path | None) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a new file that takes the place of `path` when the block ends well, and that is gone if it does not.
 
-    It grows in the same folder under another name. Raises FileError: at once if it cannot be made, or at the end.
+    It grows in the same folder under another name. Raises FileError: at once if it cannot be made or would replace a
+    device or a pipe, or at the end.
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     with write_errors(path):
+        if target.exists() and not target.is_file() and not target.is_dir():
+            raise FileError(f"cannot write {path}: it is a device or a pipe, and this output must be a file")
         if target.exists():
             target.open("ab").close()  # a rename would not mind that the file is write-protected
         stream = temporary.open("xb")

@@ -24,9 +24,9 @@ from mpi_tp.shards.reader import RankFile, ShardSet
 MAX_READERS = 4
 """Threads that read; more are no faster than the memory is."""
 DEVICE_AHEAD_BYTES = 2 << 30
-"""What these may have read that no layer has taken. On a GPU it is a part of the model that would be there anyway."""
+"""Most bytes of tensors that were read and no layer has taken: on a GPU a part of the model, there anyway."""
 HOST_AHEAD_BYTES = 64 << 20
-"""The same for each of them on a CPU, where weights are packed and what was read is given back."""
+"""The same on a CPU for each reader: there weights are packed, and what was read is given back."""
 
 
 @dataclass(frozen=True)

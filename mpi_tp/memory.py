@@ -27,8 +27,9 @@ def fitting(what: str, advice: str) -> Iterator[None]:
     """Turn memory that cannot be allocated in the block into a ConfigurationError that gives `advice`."""
     try:
         yield
-    except RuntimeError as error:
-        if "allocate" not in str(error):  # torch has a type for it on GPUs only
+    except (RuntimeError, TypeError) as error:
+        # torch has a type for it on GPUs only, and another for sizes that no integer of its own holds
+        if "allocate" not in str(error) and "verflow" not in str(error):
             raise
         raise ConfigurationError(f"{what} does not fit in memory: {advice}") from error
 

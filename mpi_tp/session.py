@@ -12,10 +12,10 @@ from mpi_tp.engine.block_pool import BlockPool
 from mpi_tp.engine.engine import Engine
 from mpi_tp.engine.kv_cache import BLOCK_SIZE, allocate_cache, blocks_for
 from mpi_tp.engine.runner import HostRunner, Runner
-from mpi_tp.engine.scheduler import Scheduler
+from mpi_tp.engine.scheduler import STEP_TOKENS, Scheduler
 from mpi_tp.errors import ConfigurationError
 from mpi_tp.kernels import select
-from mpi_tp.kernels.base import Kernels
+from mpi_tp.kernels.base import Cache, Kernels
 from mpi_tp.launch import Job
 from mpi_tp.loading import LoadFigures, load_model
 from mpi_tp.machine_options import MachineOptions
@@ -26,9 +26,6 @@ from mpi_tp.models.families import parse_config
 from mpi_tp.models.mlp_stack import MLPStack
 from mpi_tp.shards.reader import ShardSet
 from mpi_tp.tokenizer import Tokenizer
-
-STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Most tokens of a step by device: enough to keep it busy, few enough that decoding beside a long prompt goes on."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +115,13 @@ def open_runner(session: Session) -> Runner:
     job, config, model = session.job, session.config, session.model
     assert isinstance(config, ModelConfig), f"no language model: {config.model_type}"
     assert isinstance(model, CausalLM), f"no language model: {model}"
-    on_gpu = session.device.type == "cuda"
+    spare = 1 if session.device.type == "cuda" else 0  # a block that the GPU's runner takes for itself
     block_bytes = BLOCK_SIZE * bytes_per_token(config, job.rank, job.size, session.dtype)
-    wanted = session.options.max_batch_size * blocks_for(config.max_position_embeddings) + on_gpu
+    wanted = session.options.max_batch_size * blocks_for(config.max_position_embeddings) + spare
     with job.phase("allocating the key/value cache"):
         budget = session.options.kv_memory or cache_budget(session.device, ranks_sharing(job.world, session.device))
         num_blocks, rank = min((num, rank) for rank, num in enumerate(job.world.allgather(budget // block_bytes)))
-        if num_blocks <= on_gpu:
+        if num_blocks <= spare:
             raise ConfigurationError(
                 f"the key/value cache needs {block_bytes} bytes on a rank for {BLOCK_SIZE} tokens, and rank {rank} has "
                 "less: raise --kv-memory, or use more ranks"
@@ -133,18 +130,16 @@ def open_runner(session: Session) -> Runner:
         what = f"a key/value cache of {num_blocks * block_bytes} bytes on rank {job.rank}"
         with fitting(what, "lower --kv-memory or --max-batch-size"):
             caches = allocate_cache(config, num_blocks, job.rank, job.size, session.dtype, session.device)
-    if not on_gpu:
+            return _make_runner(session, model, caches, config.max_position_embeddings)
+
+
+def _make_runner(session: Session, model: CausalLM, caches: list[Cache], max_length: int) -> Runner:
+    if session.device.type == "cpu":
         return HostRunner(model, caches, session.device)
     from mpi_tp.engine.device_runner import DeviceRunner  # which brings Triton
 
-    return DeviceRunner(
-        model,
-        caches,
-        session.device,
-        max_batch_size=session.options.max_batch_size,
-        max_length=config.max_position_embeddings,
-        uses_graphs=session.comm.is_capturable,
-    )
+    size = session.options.max_batch_size
+    return DeviceRunner(model, caches, session.comm, session.device, max_batch_size=size, max_length=max_length)
 
 
 def open_engine(session: Session, runner: Runner) -> Engine | None:

@@ -23,6 +23,7 @@ from mpi_tp.comm.base import Communicator
 from mpi_tp.comm.mpi import MpiCommunicator
 from mpi_tp.comm.nccl import NcclCommunicator
 from mpi_tp.engine.engine import Engine, follow
+from mpi_tp.engine.scheduler import STEP_TOKENS
 from mpi_tp.session import Machine, Session, open_engine, open_runner
 
 CHART = Chart("batch_size", ("tokens_per_s",), logarithmic=True)
@@ -42,7 +43,8 @@ def measure(machine: Machine, model: ChosenModel, settings: DecodeOptions) -> li
     Raises ConfigurationError if the sequences do not fit into the model's context or the cache.
     """
     with machine.job.phase("planning the steps"):
-        cases = [DecodeCase.plan(size, settings.context, settings.steps) for size in settings.batch_sizes]
+        room = STEP_TOKENS[machine.device.type]
+        cases = [DecodeCase.plan(size, settings.context, settings.steps, room) for size in settings.batch_sizes]
         for case in cases:
             case.check_context(model.config.max_position_embeddings)
     with machine.job.phase("measuring copies"):

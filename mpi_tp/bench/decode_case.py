@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from mpi_tp.bench.settings import WARM_UP_STEPS
 from mpi_tp.engine.kv_cache import blocks_for
-from mpi_tp.engine.scheduler import MAX_STEP_TOKENS
 from mpi_tp.errors import ConfigurationError
 
 PROFILED_STEPS = 5
@@ -17,7 +16,7 @@ SPARE_STEPS = 4
 class DecodeCase:
     """One batch size, and how it comes to the wanted context.
 
-    Prompts run in steps of MAX_STEP_TOKENS, beside which those that are through already decode: on average, each has
+    Prompts run in steps of so many tokens, beside which those that are through already decode: on average, each has
     half of these steps' tokens more when the last is through.
     """
 
@@ -27,16 +26,16 @@ class DecodeCase:
     steps: int
 
     @classmethod
-    def plan(cls, batch_size: int, context: int, steps: int) -> "DecodeCase":
-        """Choose prompts so that the mean context of the steps that count is `context`.
+    def plan(cls, batch_size: int, context: int, steps: int, step_tokens: int) -> "DecodeCase":
+        """Choose prompts so that the mean context of the steps that count is `context`; a step has up to `step_tokens`.
 
         Raises ConfigurationError if a step cannot hold the batch.
         """
-        if batch_size >= MAX_STEP_TOKENS:
+        if batch_size >= step_tokens:
             raise ConfigurationError(
-                f"batch size {batch_size} leaves a step of {MAX_STEP_TOKENS} tokens no room for prompts: lower it"
+                f"batch size {batch_size} leaves a step of {step_tokens} tokens no room for prompts: lower it"
             )
-        room = MAX_STEP_TOKENS - batch_size
+        room = step_tokens - batch_size
         length = (context - WARM_UP_STEPS - steps // 2) / (1 + batch_size / (2 * room))
         prompt_length = max(1, round(length))
         return cls(batch_size, prompt_length, -(-batch_size * prompt_length // room), steps)

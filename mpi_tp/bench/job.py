@@ -6,7 +6,7 @@ from typing import BinaryIO
 
 import torch
 
-from mpi_tp.atomic import replacing
+from mpi_tp.atomic import open_output, write_errors
 from mpi_tp.bench import comm, decode, linear, load, throughput
 from mpi_tp.bench.chart import Chart, draw, load_pyplot
 from mpi_tp.bench.chosen_model import ChosenModel
@@ -37,14 +37,16 @@ def bench(job: Job, options: BenchOptions) -> int:
             if job.rank == 0:
                 print(heading(meta), table(rows), sep="\n\n", flush=True)
             if json_file:
-                json_file.write(as_json(meta, rows))
+                with write_errors(options.json):
+                    json_file.write(as_json(meta, rows))
+                    json_file.flush()
             if plot_file:
                 draw(pyplot, chart, heading(meta), rows, plot_file)
     return 0
 
 
 def _open(path: Path, files: contextlib.ExitStack) -> BinaryIO:
-    return files.enter_context(replacing(path))
+    return files.enter_context(open_output(path))
 
 
 def _measure(job: Job, options: BenchOptions) -> tuple[Machine, Chart, list[Row]]:

@@ -13,6 +13,7 @@ from mpi_tp.comm.base import Communicator
 from mpi_tp.comm.mpi import MpiCommunicator
 from mpi_tp.comm.nccl import NcclCommunicator
 from mpi_tp.comm.single import SingleCommunicator
+from mpi_tp.memory import fitting
 from mpi_tp.models.mlp import parse_mlp
 from mpi_tp.models.mlp_stack import MLPStack
 from mpi_tp.session import Machine
@@ -57,7 +58,8 @@ def _forward(machine: Machine, settings: LinearOptions, comm: Communicator) -> C
         "layer_biases": [False, False],
         "activation": "relu",
     }
-    context = random_context(machine, comm, config, "paired", torch.float32, lambda _: None)
-    stack = MLPStack(context, parse_mlp(config))
-    x = torch.ones(settings.batch * settings.seq, settings.hidden, device=machine.device)
+    with fitting("what two layers need", "lower --batch, --seq or --hidden"):
+        context = random_context(machine, comm, config, "paired", torch.float32, lambda _: None)
+        stack = MLPStack(context, parse_mlp(config))
+        x = torch.ones(settings.batch * settings.seq, settings.hidden, device=machine.device)
     return lambda: stack(x)

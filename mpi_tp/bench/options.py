@@ -161,7 +161,7 @@ def _add_throughput_flags(flags: Flags) -> None:
     flags.add_argument("--requests", metavar="N", type=positive_int, default=256, help="all at once (%(default)s)")
     for flag, what in (("--input-len", "prompt"), ("--output-len", "answer")):
         flags.add_argument(
-            flag, metavar="A:B", type=int_range, default=(100, 1024), help=f"tokens of a {what}, uniform (100:1024)"
+            flag, metavar="A:B", type=int_range, default=(100, 1024), help=f"tokens of each {what}, uniform (100:1024)"
         )
     flags.add_argument("--seed", metavar="N", type=int, default=0, help="of lengths and prompts (%(default)s)")
 

@@ -20,4 +20,6 @@ def submit(engine: Engine, key: int, prompt: list[int], max_new_tokens: int) -> 
     try:
         engine.submit(key, prompt, SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True))
     except RequestError as error:
-        raise ConfigurationError(f"a prompt of {len(prompt)} tokens cannot be served: {error}") from error
+        raise ConfigurationError(
+            f"a prompt of {len(prompt)} tokens and an answer of {max_new_tokens} cannot be served: {error}"
+        ) from error

@@ -19,7 +19,10 @@ from mpi_tp.session import Machine, open_engine, open_runner
 CHART = Chart("requests", ("tokens_per_s",))
 
 WARM_UP_TOKENS = 32
-"""What other prompts of the same lengths are answered with before the clock: what is compiled at first use, is."""
+"""Most that other prompts of the same lengths are answered with before the clock: what is compiled at first use, is."""
+
+
+TOKEN_TIMES = ("first_token_p50_s", "first_token_p99_s", "between_tokens_p50_s", "between_tokens_p99_s")
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Timeline:
     ends: list[tuple[int, int]]
 
     def token_times(self) -> list[list[float]]:
-        """Return when each request got each of its tokens: one a step, since the first, as the engine promises."""
+        """Return when each request got each of its tokens: one a step, since the first, unless one was preempted."""
         return [self.step_ends[last - count + 1 : last + 1] for last, count in self.ends]
 
 
@@ -70,10 +73,17 @@ def draw_lengths(settings: ThroughputOptions) -> list[tuple[int, int]]:
 def _serve(engine: Engine, settings: ThroughputOptions, vocab_size: int, machine: Machine) -> Row:
     generator = random.Random(settings.seed)
     lengths = draw_lengths(settings)
-    warm_up = [(random_prompt(generator, length, vocab_size), WARM_UP_TOKENS) for length, _ in lengths]
+    warm_up = [
+        (random_prompt(generator, length, vocab_size), min(answer, WARM_UP_TOKENS)) for length, answer in lengths
+    ]
     run_queue(engine, warm_up[: machine.options.max_batch_size], machine.job.progress)
     queue = [(random_prompt(generator, length, vocab_size), answer) for length, answer in lengths]
-    return summarise(run_queue(engine, queue, machine.job.progress))
+    before = engine.num_preemptions
+    row = summarise(run_queue(engine, queue, machine.job.progress))
+    preemptions = engine.num_preemptions - before
+    # A sequence that gave way skips steps, and when it got which token cannot be told from the outside.
+    unknown = dict.fromkeys(TOKEN_TIMES) if preemptions else {}
+    return {**row, **unknown, "preemptions": preemptions}
 
 
 def run_queue(engine: Engine, queue: list[tuple[list[int], int]], on_step: Callable[[], None]) -> Timeline:

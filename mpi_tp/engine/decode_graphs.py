@@ -17,6 +17,7 @@ from mpi_tp.engine.kv_cache import BLOCK_SIZE
 from mpi_tp.kernels.gpu.tiles import TiledInputs
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Rows of the graphs; beyond, in steps of 256."""
 SHORTEST = 256
 """Tokens of the longest sequence of the smallest graph; the others have twice, four times … as many."""
 
@@ -34,7 +35,7 @@ class Shape:
 
 def shape_for(num_rows: int, longest: int, greedy: bool) -> Shape:
     """Return the shape that holds `num_rows` sequences of up to `longest` tokens."""
-    rows = next((bucket for bucket in BUCKETS if bucket >= num_rows), num_rows)
+    rows = next((bucket for bucket in BUCKETS if bucket >= num_rows), -(-num_rows // 256) * 256)
     length = SHORTEST << (-(-longest // SHORTEST) - 1).bit_length()
     return Shape(rows, length, greedy)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from mpi_tp.comm.base import Communicator
 from mpi_tp.engine.decode_graphs import DecodeGraphs, DecodeInputs, Shape, shape_for
 from mpi_tp.engine.device_sampler import SamplingTensors, sample
 from mpi_tp.engine.sampler import Sampled
@@ -36,10 +37,7 @@ class DeviceOutput:
 
 
 class DeviceRunner:
-    """A model and its cache on this rank's GPU. The last block of the cache is for rows that fill up a graph.
-
-    `uses_graphs` is whether the ranks' communicator can be captured.
-    """
+    """A model and its cache on this rank's GPU. The last block of the cache is for rows that fill up a graph."""
 
     steps_in_flight = 1
 
@@ -47,66 +45,74 @@ class DeviceRunner:
         self,
         model: CausalLM,
         caches: list[Cache],
+        comm: Communicator,
         device: torch.device,
         *,
         max_batch_size: int,
         max_length: int,
-        uses_graphs: bool,
     ) -> None:
         self._model = model
         self._caches = caches
+        self._comm = comm
         self._device = device
         self._tokens_per_tile = tokens_per_tile(model.layers[0].self_attn.heads)
         self.num_blocks = len(caches[0][0]) - 1
-        largest = shape_for(max_batch_size, max_length, greedy=True)
+        largest = shape_for(min(max_batch_size, self.num_blocks), max_length, greedy=True)
         self._inputs = DecodeInputs(largest.rows, largest.length, self.num_blocks, device)
-        self._graphs = DecodeGraphs(self._decode) if uses_graphs else None
+        self._graphs = DecodeGraphs(self._decode) if comm.is_capturable else None
         self._last_tokens = torch.zeros(largest.rows, dtype=torch.int64, device=device)
+        self._logits = torch.empty(0, device=device)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DeviceOutput:
         """Queue the step and return its tokens to come."""
+        if not len(plan.ids):
+            return DeviceOutput(self._last_tokens[:0], None)
         greedy = plan.sampling is None
-        if len(plan.ids) == len(plan.logit_rows) == len(plan.block_tables) > 0:
+        if len(plan.ids) == len(plan.logit_rows) == len(plan.block_tables):
             shape = shape_for(len(plan.ids), int(plan.positions.max()) + 1, greedy)
             self._inputs.send(shape, plan.ids, plan.positions, plan.slots, plan.block_tables)
             result = (self._graphs.run(shape) if self._graphs else self._decode(shape))[: len(plan.ids)]
         else:
-            result = self._run_prompts(plan, greedy)
-        tokens, logprobs = result, None
-        if plan.sampling is not None:
-            tokens, logprobs = sample(result, self._sampling(plan.sampling))
-            logprobs = logprobs if plan.sampling.logprobs else None
+            result = self._finish(self._run_packed(plan), greedy)
+        tokens, logprobs = (result, None) if plan.sampling is None else self._sample(result, plan.sampling)
         self._last_tokens[: len(tokens)] = tokens
         return DeviceOutput(tokens, logprobs)
 
     def _decode(self, shape: Shape) -> torch.Tensor:
         """Queue a step of one token a sequence: what a graph is captured from."""
-        hidden = self._model(
-            resolve(self._inputs.ids(shape), self._last_tokens), self._inputs.attention_inputs(shape), self._caches
-        )
-        return self._finish(hidden, shape.greedy)
+        ids = resolve(self._inputs.ids(shape), self._last_tokens)
+        result = self._finish(self._model(ids, self._inputs.attention_inputs(shape), self._caches), shape.greedy)
+        return result if shape.greedy else self._keep(result)
 
-    def _run_prompts(self, plan: StepPlan, greedy: bool) -> torch.Tensor:
+    def _run_packed(self, plan: StepPlan) -> torch.Tensor:
+        """Queue a step with prompts and return the hidden states [R, K] of its logit rows."""
         num_single, tiles = tile(plan.sequence_ids, self._tokens_per_tile)
         inputs = TiledInputs(
             positions=self._put(plan.positions).long(),
-            sequence_ids=self._put(plan.sequence_ids),
+            sequence_ids=self._put(plan.sequence_ids).long(),
             block_tables=self._put(plan.block_tables),
             slots=self._put(plan.slots).long(),
             num_single=num_single,
             tiles=self._put(tiles),
             longest=int(plan.positions[:num_single].max(initial=0)) + 1,
         )
-        if not len(plan.ids):
-            return torch.empty(0, dtype=torch.int64, device=self._device)
-        hidden = self._model(
-            resolve(self._put(plan.ids).long(), self._last_tokens), inputs, self._caches, self._put(plan.logit_rows)
-        )
-        return self._finish(hidden, greedy)
+        ids = resolve(self._put(plan.ids).long(), self._last_tokens)
+        return self._model(ids, inputs, self._caches, self._put(plan.logit_rows).long())
 
     def _finish(self, hidden: torch.Tensor, greedy: bool) -> torch.Tensor:
+        """Return the likeliest tokens [R], or logits [R, V]."""
         return self._model.greedy_tokens(hidden) if greedy else self._model.logits(hidden)
+
+    def _keep(self, logits: torch.Tensor) -> torch.Tensor:
+        """Copy logits [R, V] to the one place for the results of all graphs, which would keep one each."""
+        if not self._logits.numel():
+            self._logits = logits.new_empty(len(self._last_tokens), logits.shape[1])
+        return self._logits[: len(logits)].copy_(logits)
+
+    def _sample(self, logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        tokens, logprobs = sample(logits, self._sampling(rows))
+        return self._comm.broadcast(tokens), logprobs
 
     def _sampling(self, rows: SamplingRows) -> SamplingTensors:
         return SamplingTensors(
@@ -115,6 +121,7 @@ class DeviceRunner:
             top_p=self._put(rows.top_p),
             uniform=self._put(rows.uniform),
             filters=bool((rows.top_k > 0).any() or (rows.top_p < 1).any()),
+            logprobs=rows.logprobs,
         )
 
     def _put(self, array: NDArray[Any]) -> torch.Tensor:

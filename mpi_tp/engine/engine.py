@@ -164,8 +164,8 @@ class Engine:
         if not self._scheduler.fits(max_length):
             raise RequestError(
                 "cache_too_small",
-                f"prompt and answer may take {max_length} tokens, more than the key/value cache holds: "
-                "raise --kv-memory or lower max_new_tokens",
+                f"prompt and answer may take {max_length} tokens and the key/value cache holds "
+                f"{self._scheduler.capacity}: raise --kv-memory or lower max_new_tokens",
             )
         if params.stop and self.tokenizer is None:
             raise RequestError("no_tokenizer", "stop strings need a tokenizer, and the shard set has none")

@@ -10,8 +10,8 @@ from mpi_tp.engine.block_pool import BlockPool, extend_digests
 from mpi_tp.engine.kv_cache import BLOCK_SIZE, blocks_for
 from mpi_tp.engine.sequence import Chunk, Sequence, no_blocks
 
-MAX_STEP_TOKENS = 2048
-"""A long prompt is run in chunks, so that a step's activations stay small and decoding goes on beside it."""
+STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Most tokens of a step by device: enough to keep it busy, few enough that decoding beside a long prompt goes on."""
 
 
 class Scheduler:
@@ -22,7 +22,7 @@ class Scheduler:
     always gets on, and nobody is overtaken. What was lost is computed again as if it were prompt.
     """
 
-    def __init__(self, pool: BlockPool, max_batch_size: int, max_step_tokens: int = MAX_STEP_TOKENS) -> None:
+    def __init__(self, pool: BlockPool, max_batch_size: int, max_step_tokens: int = STEP_TOKENS["cpu"]) -> None:
         self._pool = pool
         self._max_batch_size = max_batch_size
         self._max_step_tokens = max_step_tokens
@@ -52,6 +52,11 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Whether there is nothing to run."""
         return not self._waiting and not self._running
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens the whole cache holds."""
+        return self._pool.num_blocks * BLOCK_SIZE
 
     def fits(self, max_length: int) -> bool:
         """Say whether a sequence of `max_length` tokens could ever run to its end."""

@@ -1,27 +1,25 @@
 """Kernels for NVIDIA GPUs in Triton, and the library's where they are as fast.
 
 With `invariant` the bits of a row of a result depend on that row and the weights alone: every operation has one order
-of its sums for any batch, rank count and schedule. Without, one row alone and very many rows go through faster ways.
+of its sums for any batch, rank count and schedule. Without, one row alone and very many rows go through faster ways,
+and attention is cut into as many parts as keep the GPU busy.
 """
-
-import math
 
 import torch
 from torch.nn import functional
 
 from mpi_tp.kernels.base import AttentionHeads, AttentionInputs, Cache
+from mpi_tp.kernels.choice import TorchChoice
 from mpi_tp.kernels.gpu import attention, embedding, norm, product, rotary, tokens
 from mpi_tp.kernels.gpu.product import Weight
 from mpi_tp.kernels.gpu.tiles import TiledInputs
 from mpi_tp.kernels.torch_kernels import FUNCTIONS
 
-NO_COLUMNS = torch.tensor([-math.inf, 0.0])
-"""The best pair of a rank that holds no token."""
 FEW_ROWS = 64
 """Up to here our product is as fast as the library's or faster."""
 
 
-class GpuKernels:
+class GpuKernels(TorchChoice):
     """The `Kernels` protocol on a GPU."""
 
     activation_dtype: torch.dtype | None = None
@@ -102,7 +100,7 @@ class GpuKernels:
     def best_token(self, logits_RN: torch.Tensor, start: int) -> torch.Tensor:
         """Return each row's largest logit and its token [R, 2], the first of equals."""
         if not logits_RN.shape[1]:
-            return NO_COLUMNS.to(logits_RN.device).repeat(len(logits_RN), 1)
+            return super().best_token(logits_RN, start)
         return tokens.best_token(logits_RN, start)
 
     def choose_token(self, best_RX2: torch.Tensor) -> torch.Tensor:

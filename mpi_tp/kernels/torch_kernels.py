@@ -1,4 +1,4 @@
-"""Every operation in plain torch: the definition that other kernels are measured against, and `fast` on any device.
+"""Every operation in plain torch: the definition that other kernels are measured against, and `fast` on CPU.
 
 Shape suffixes as in base.py; also L = positions of the longest sequence in a group, C = tokens of one sequence.
 """
@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from mpi_tp.kernels.base import AttentionHeads, AttentionInputs, Cache
-from mpi_tp.kernels.composed import ComposedKernels
+from mpi_tp.kernels.choice import TorchChoice
 
 FUNCTIONS = {
     "relu": torch.relu,
@@ -57,7 +57,14 @@ def group_sequences(inputs: AttentionInputs, block_size: int) -> list[SequenceGr
     return groups
 
 
-class TorchKernels(ComposedKernels):
+def _rotate(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    """Rotate heads [T, H, D] by position, halves together."""
+    first, second = x_THD.chunk(2, dim=-1)
+    cos, sin = cos_TD.to(x_THD.dtype)[:, None], sin_TD.to(x_THD.dtype)[:, None]
+    return x_THD * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class TorchKernels(TorchChoice):
     """The `Kernels` protocol in torch's own operators; results are equal within rounding from batch to batch."""
 
     activation_dtype: torch.dtype | None = None
@@ -87,25 +94,45 @@ class TorchKernels(ComposedKernels):
         scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
         return weight * (x32 * scale).to(x.dtype)
 
-    def rotary(self, x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-        """Rotate heads [T, H, D] by position, halves together."""
-        first, second = x_THD.chunk(2, dim=-1)
-        rotated = torch.cat((-second, first), dim=-1)
-        cos, sin = cos_TD.to(x_THD.dtype)[:, None], sin_TD.to(x_THD.dtype)[:, None]
-        return x_THD * cos + rotated * sin
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + delta [T, K] and its `rms_norm`."""
+        x = x + delta
+        return x, self.rms_norm(x, weight, eps)
 
-    def silu_mul(self, gate_TN: torch.Tensor, up_TN: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up [T, N]."""
+    def prepare_gated(self, gate_NK: torch.Tensor, up_NK: torch.Tensor) -> torch.Tensor:
+        """Return gate and up as one weight [2N, K]."""
+        return torch.cat((gate_NK, up_NK))
+
+    def gated_linear(
+        self, x_TK: torch.Tensor, weight: torch.Tensor, bias_2N: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return silu(x · gateᵀ) * (x · upᵀ) [T, N]."""
+        gate_TN, up_TN = self.linear(x_TK, weight, bias_2N).chunk(2, dim=-1)
         return functional.silu(gate_TN) * up_TN
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        heads: AttentionHeads,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        cache: Cache,
+        inputs: AttentionInputs,
+    ) -> torch.Tensor:
+        """Return q [T, H, D], rotated; store k, rotated, and v [T, G, D] in the caches [P, S, G, D] at their slots."""
+        by_head = qkv.unflatten(-1, (-1, heads.head_dim))
+        q_THD, k_TGD, v_TGD = by_head.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
+        if heads.q_norm is not None and heads.k_norm is not None:
+            q_THD = self.rms_norm(q_THD, heads.q_norm, heads.norm_eps)
+            k_TGD = self.rms_norm(k_TGD, heads.k_norm, heads.norm_eps)
+        for stored, new in zip(cache, (_rotate(k_TGD, *rotation), v_TGD), strict=True):
+            stored.flatten(0, 1)[inputs.slots] = new.to(stored.dtype)
+        return _rotate(q_THD, *rotation)
 
     def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Return relu, gelu (exact, by erf), silu, tanh or none of x."""
         return FUNCTIONS[name](x)
-
-    def write_kv(self, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cache: Cache, slots_T: torch.Tensor) -> None:
-        """Store keys and values [T, G, D] in the caches [P, S, G, D] at their slots."""
-        for stored, new in zip(cache, (k_TGD, v_TGD), strict=True):
-            stored.flatten(0, 1)[slots_T] = new.to(stored.dtype)
 
     def attention(
         self,

@@ -25,9 +25,9 @@ from mpi_tp.bench.shapes import SHAPES, Shape
 from mpi_tp.bench.throughput import Timeline, draw_lengths, summarise
 from mpi_tp.bench.timed_comm import nccl_share
 from mpi_tp.bench.timing import percentiles
-from mpi_tp.engine.kv_cache import BlockPool
+from mpi_tp.engine.block_pool import BlockPool
 from mpi_tp.engine.request import SamplingParams
-from mpi_tp.engine.scheduler import Scheduler
+from mpi_tp.engine.scheduler import STEP_TOKENS, Scheduler
 from mpi_tp.engine.sequence import Sequence
 from mpi_tp.errors import ConfigurationError
 from mpi_tp.models.families import parse_config, tensor_table
@@ -106,10 +106,10 @@ def test_a_stack_of_linear_layers_is_no_language_model() -> None:
 @pytest.mark.parametrize("batch_size", [1, 7, 128, 256])
 @pytest.mark.parametrize(("context", "steps"), [(256, 200), (1024, 50)])
 def test_the_mean_context_is_the_one_that_was_asked_for(batch_size: int, context: int, steps: int) -> None:
-    case = DecodeCase.plan(batch_size, context, steps)
+    case = DecodeCase.plan(batch_size, context, steps, STEP_TOKENS["cpu"])
     scheduler = Scheduler(BlockPool(10**6), batch_size)
     sequences = [
-        Sequence(SamplingParams(), 0, [0] * case.prompt_length, case.prompt_length, case.max_length, key)
+        Sequence(SamplingParams(), 0, [key] * case.prompt_length, case.prompt_length, case.max_length, key)
         for key in range(batch_size)
     ]
     scheduler.add(sequences)
@@ -128,8 +128,8 @@ def test_the_mean_context_is_the_one_that_was_asked_for(batch_size: int, context
 
 def test_a_batch_that_does_not_fit_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigurationError, match=r"2048.*2048"):
-        DecodeCase.plan(2048, 256, 100)
-    case = DecodeCase.plan(8, 256, 100)
+        DecodeCase.plan(2048, 256, 100, 2048)
+    case = DecodeCase.plan(8, 256, 100, 2048)
     with pytest.raises(ConfigurationError, match="300"):
         case.check_context(300)
     case.check_context(case.max_length)

@@ -142,7 +142,7 @@ BAD_REQUESTS = [
     ([1, 257], {}, "unknown_token", "257 is not in the vocabulary of 257"),
     ([-1], {}, "unknown_token", "-1 "),
     ([1] * 256, {}, "prompt_too_long", "256 tokens and the context holds 256"),
-    ([1] * 100, {"max_new_tokens": 100}, "cache_too_small", "200 tokens, more than .* --kv-memory"),
+    ([1] * 100, {"max_new_tokens": 100}, "cache_too_small", "200 tokens and .* holds 160: raise --kv-memory"),
     ([{"role": "user", "content": "hi"}], {}, "invalid_prompt", "no chat template"),
     ([[1, 2], [3]], {}, "invalid_prompt", "text, a list of messages or a list of token ids"),
 ]

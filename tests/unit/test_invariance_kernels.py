@@ -123,22 +123,25 @@ def test_gated_linear_row_alone_in_any_batch_and_over_any_slice(dtype):
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_rotation_with_any_neighbours(normed):
+def test_rotation_with_any_neighbours_and_heads(normed):
     rng = np.random.default_rng(5)
     norms = {"q_norm": random(rng, 24), "k_norm": random(rng, 24), "norm_eps": 1e-5} if normed else {}
-    heads = AttentionHeads(torch.tensor([0, 0, 1]), 2, 24, **norms)
-    qkv, cos, sin = random(rng, 33, 7 * 24), random(rng, 33, 24), random(rng, 33, 24)
+    qkv, cos, sin = random(rng, 33, 9 * 24), random(rng, 33, 24), random(rng, 33, 24)
     slots, nothing = torch.arange(33), torch.zeros(33, dtype=torch.int64)
 
-    def run(order):
+    def run(order: torch.Tensor, first: int, last: int):
+        """Return the cache and query heads first … last - 1 of 5 for some of the rows."""
+        heads = AttentionHeads(torch.arange(last - first) // 3, 2, 24, **norms)
+        x = torch.cat((qkv[order, first * 24 : last * 24], qkv[order, 5 * 24 :]), dim=1)
         cache = torch.zeros(3, 16, 2, 24), torch.zeros(3, 16, 2, 24)
         inputs = AttentionInputs(nothing, nothing, torch.zeros(1, 1, dtype=torch.int32), slots[order])
-        return cache, KERNELS.rotate_and_store(qkv[order], heads, (cos[order], sin[order]), cache, inputs)
+        return cache, KERNELS.rotate_and_store(x, heads, (cos[order], sin[order]), cache, inputs)
 
-    whole_cache, whole = run(torch.arange(33))
+    whole_cache, whole = run(torch.arange(33), 0, 5)
+    assert same(run(torch.arange(33), 2, 4)[1], whole[:, 2:4])
     for tokens in BATCHES:
         order = torch.from_numpy(rng.permutation(33)[:tokens])
-        cache, part = run(order)
+        cache, part = run(order, 0, 5)
         assert same(part, whole[order])
         for stored, expected in zip(cache, whole_cache, strict=True):
             assert same(stored, torch.where(stored == 0, stored, expected))

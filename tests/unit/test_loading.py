@@ -103,5 +103,7 @@ def test_memory_that_is_not_there_is_told_with_advice() -> None:
     refused = pytest.raises(ConfigurationError, match="the cache does not fit in memory: take less")
     with refused, fitting("the cache", "take less"):
         torch.empty(2**60, dtype=torch.uint8)
+    with refused, fitting("the cache", "take less"):
+        torch.empty(10**30, 64)
     with pytest.raises(RuntimeError, match="must match"), fitting("the cache", "take less"):
         torch.zeros(2) + torch.zeros(3)

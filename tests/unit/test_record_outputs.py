@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mpi_tp.atomic import replacing
 from mpi_tp.errors import FileError
 from mpi_tp.records import OrderedWriter, write_meta
 
@@ -180,3 +181,11 @@ def test_the_facts_lie_beside_the_output(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.meta.json"]
     with pytest.raises(FileError, match=r"missing/out\.jsonl\.meta\.json"):
         write_meta(tmp_path / "missing" / "out.jsonl", {})
+
+
+def test_a_file_that_appears_at_the_end_takes_the_place_of_no_pipe(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileError, match="device or a pipe"), replacing(tmp_path / "pipe"):
+        pass
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]

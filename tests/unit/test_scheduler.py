@@ -8,7 +8,7 @@ import pytest
 from mpi_tp.engine.block_pool import BlockPool
 from mpi_tp.engine.kv_cache import BLOCK_SIZE, blocks_for
 from mpi_tp.engine.request import SamplingParams
-from mpi_tp.engine.scheduler import MAX_STEP_TOKENS, Scheduler
+from mpi_tp.engine.scheduler import STEP_TOKENS, Scheduler
 from mpi_tp.engine.sequence import Sequence
 
 PROMPT = list(range(100, 200))
@@ -180,9 +180,9 @@ def test_a_long_prompt_runs_in_chunks_beside_decoding():
     steps = Steps(scheduler)
     scheduler.add([waiting_sequence(3, 30, "short")])
     steps.run()
-    scheduler.add([waiting_sequence(2 * MAX_STEP_TOKENS + 100, key="long")])
+    scheduler.add([waiting_sequence(2 * STEP_TOKENS["cpu"] + 100, key="long")])
     spans = [steps.run()[0] for _ in range(4)]
-    room = MAX_STEP_TOKENS - 1
+    room = STEP_TOKENS["cpu"] - 1
     assert [step["short"] for step in spans] == [(at, at + 1, True) for at in range(3, 7)]
     assert [step["long"] for step in spans] == [
         (0, room, False),

@@ -31,13 +31,15 @@ KEYS = 64
 MIN_ROWS = 16
 """The fewest columns that a product on tensor cores has."""
 ROWS = 64
-"""Rows of a program that runs several tokens of a prompt."""
+"""Rows of a program that runs several tokens of a prompt, if a token has no more."""
 JOINED_ROWS = 1
 """Rows of a program that joins units."""
+WORKSPACE_BYTES = 256 * 2**20
+"""Most memory for the parts of split sequences; beyond, a program walks its sequence alone, to the same bits."""
 FEW_PROGRAMS = 128
 """So many leave multiprocessors idle."""
 AHEAD = 8
-"""Units that it reads at once."""
+"""Units that a program which joins them reads at once."""
 UNLIMITED = 2**30
 """A window wider than any sequence."""
 LOWEST = tl.constexpr(-1.0e30)
@@ -89,7 +91,7 @@ def _prefetch_unit(
     keys, values, table, unit, end, block_stride,
     S: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """Fetch a unit's keys and values, but for those that this step writes, while the kernel waits for its queries."""
+    """Fetch a unit's keys and values while the kernel waits; what this step still writes reaches the same cache."""
     key_L = unit * UNIT + tl.arange(0, UNIT)
     block_L = tl.load(table + key_L // S, mask=key_L < end, other=0).to(tl.int64)
     line_LI = (block_L * block_stride + (key_L % S) * D)[:, None] + tl.arange(0, (D + LINE - 1) // LINE)[None, :] * LINE
@@ -119,8 +121,8 @@ def _attention_kernel(
     is_row_R = (row_R // GROUP < tokens) & (head_R < tl.load(head_starts + kv_head + 1))
     positions_R = tl.load(positions + token_R, mask=is_row_R, other=-1).to(tl.int32)
     end = tl.max(positions_R) + 1
-    if SPLIT and split * UNIT >= end:
-        return
+    if SPLIT and (split * UNIT >= end or split * UNIT + UNIT <= end - window):
+        return  # at least one program of each token has keys and waits, as those after this kernel rely on
     keys += kv_head * S * D
     values += kv_head * S * D
     table = tables + sequence.to(tl.int64) * table_stride
@@ -156,7 +158,7 @@ def _attention_kernel(
         tl.store(y + place_DR, (acc_DR / sum_R[None, :]).to(y.dtype.element_ty), mask=is_place_DR)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # or it has no type where it is 1
 def _join_kernel(
     tops, sums, parts, y, positions, H, num_rows, window,
     D: tl.constexpr, D_PADDED: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr, AHEAD: tl.constexpr,
@@ -196,13 +198,18 @@ def attend(
     if inputs.num_single:
         call.attend_single(unit)
     if len(inputs.tiles):
-        call.launch(len(inputs.tiles), ROWS, unit, 1, single=False, partial=None)
+        call.launch(len(inputs.tiles), rows_of_prompts(heads), unit, 1, single=False, partial=None)
     return call.y_THD
 
 
 def tokens_per_tile(heads: AttentionHeads) -> int:
     """Return how many tokens of a prompt share a program."""
-    return ROWS // triton.next_power_of_2(heads.largest_group)
+    return rows_of_prompts(heads) // triton.next_power_of_2(heads.largest_group)
+
+
+def rows_of_prompts(heads: AttentionHeads) -> int:
+    """Return the rows of a program that runs tokens of a prompt: those of one token at least."""
+    return max(ROWS, triton.next_power_of_2(heads.largest_group))
 
 
 def fastest_unit(num_single: int, num_kv_heads: int, longest: int) -> int:
@@ -227,6 +234,8 @@ class _Call:
         """Attend with the tokens that are alone in their sequence; long sequences are split over programs."""
         count, heads, width = self.inputs.num_single, self.heads.num_heads, self.heads.head_dim
         units = triton.cdiv(self.inputs.longest, unit)
+        if 4 * units * count * heads * width > WORKSPACE_BYTES:
+            units = 1
         rows = max(triton.next_power_of_2(self.heads.largest_group), MIN_ROWS)
         if units == 1:
             self.launch(count, rows, unit, 1, single=True, partial=None)

@@ -2,7 +2,8 @@
 
 A kernel that is launched so may fetch weights at once, but must call `wait_for_inputs` before it reads what an earlier
 kernel wrote and before its first store. Where `let_next_start` comes first, several kernels ahead may fetch already
-while one with little to do, a norm say, leaves the memory idle; each still waits until the one before it is done.
+while one with little to do, a norm say, leaves the memory idle; each still waits until the one before it is done. A
+program may return without waiting as long as one of its grid waits: a kernel relies on all those before it.
 """
 
 import functools

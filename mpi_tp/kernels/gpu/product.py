@@ -1,9 +1,9 @@
 """Products with a weight, y = x · Wᵀ and silu(x · gateᵀ) * (x · upᵀ), for any number of rows.
 
-Every sum runs on the tensor cores in the order of k, from the first term to the last, in one program. The weight is the
-left operand and the rows of x are columns of the right one, so the instruction is the same for one row and for
-thousands: the bits of a row depend neither on the rows beside it nor on the columns that this rank holds. Tiles come
-through the tensor memory accelerator, several ahead.
+Every sum runs on the tensor cores (in float32 on the plain ones) in the order of k, from the first term to the last, in
+one program. The weight is the left operand and the rows of x are columns of the right one, so the instruction is the
+same for one row and for thousands: the bits of a row depend neither on the rows beside it nor on the columns that this
+rank holds. Tiles come through the tensor memory accelerator, several ahead.
 
 `multiply_row` gives up that promise for speed: one row on the plain cores, at the speed at which memory is read.
 
@@ -123,7 +123,7 @@ def _row_kernel(
     k = tl.arange(0, TERMS)
     in_n = n < N
     w_NK = w + n.to(tl.int64)[:, None] * K + k[None, :]
-    up_NK = w_NK + N.to(tl.int64) * K
+    up_NK = w + (N + n).to(tl.int64)[:, None] * K + k[None, :]
     mask = in_n[:, None] & (k < K)[None, :]
     tile = tl.load(w_NK, mask=mask, other=0.0, eviction_policy="evict_first")
     if GATED:

@@ -15,7 +15,8 @@ class TiledInputs(AttentionInputs):
 
     The first `num_single` tokens are each the only one of their sequence, token i of sequence i; `longest` bounds the
     length of those sequences. `tiles` [n, 3] int32 cover the others: first token, number of tokens, row of
-    `block_tables`. All tensors came from the host before the step's first kernel.
+    `block_tables`. All tensors are there before the model's first kernel starts: kernels
+    read them without waiting for the one before.
     """
 
     num_single: int
