@@ -1,8 +1,11 @@
 """A communicator over MPI. Tensors on a GPU pass through pinned host memory; no GPU-aware MPI is needed.
 
+On one host, tensors of CPUs are gathered through shared memory.
+
 MPI has no bfloat16: tensors travel as bytes, and halves are summed in float32.
 """
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from mpi_tp.comm import blocks
+from mpi_tp.comm.shared_memory import SharedMemory, share_memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -42,6 +46,11 @@ class MpiCommunicator:
         Returns a new contiguous tensor [..., sum(sizes), ...], the same bits on every rank.
         """
         blocks.check_own_size(tensor, sizes, self.rank, dim)
+        if not tensor.is_cuda and self._shared is not None:
+            blocks.check_contiguous(tensor)
+            joined = self._shared.all_gather(tensor, tuple(sizes), dim)
+            if joined is not None:
+                return joined
         layout = blocks.gather_layout(tensor.shape, tuple(sizes), dim)
         shape = layout.result if layout.is_joined else (sum(layout.counts),)
         gathered = _host_memory(tensor, shape)
@@ -96,6 +105,14 @@ class MpiCommunicator:
         sys.stderr.flush()
         self._world.Abort(exit_code)
         raise AssertionError("MPI_Abort returned")
+
+    @functools.cached_property
+    def _shared(self) -> SharedMemory | None:
+        """Memory that all ranks share, if they are on one host; made by the first all-gather, on all of them."""
+        host = split_by_host(self._mpi)
+        shared = share_memory(self._mpi, host)
+        host.Free()
+        return shared
 
     def _bytes(self, host: torch.Tensor) -> "MPI.buffer":
         """Return the memory of a contiguous host tensor as MPI sees it: bytes of no type."""

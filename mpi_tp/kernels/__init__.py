@@ -3,7 +3,8 @@
     base.py            the operations, and what each of them means
     choice.py          the likeliest token of a split vocabulary, in plain torch
     torch_kernels.py   plain torch: `fast` on CPU, and the definition that the others are measured against
-    invariant.py       compiled for this CPU: the bits of a row depend on that row and the weights alone (`invariant`)
+    invariant.py       compiled for this CPU: the bits of a row depend on that row and the weights alone (`invariant`);
+                       its loops are in invariant_*.py, and what numba lacks for them in vectors, product and memory.py
     gpu_kernels.py     Triton for NVIDIA GPUs, `invariant` or `fast`; the kernels are in gpu/
 
 Importing this package compiles nothing; a compiler is imported when `select` first returns kernels that need it.

@@ -4,120 +4,152 @@ The bits of a row of a result depend on that row and the weights alone. Activati
 float32 whatever the weights; float32 and bfloat16 weights stay as they are, float16 ones are widened (exactly).
 """
 
+import functools
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch.nn import functional
 
-from mpi_tp.kernels import invariant_attention, invariant_linear, invariant_rows
+from mpi_tp.kernels import invariant_attention, invariant_linear, invariant_rows, invariant_tokens
 from mpi_tp.kernels.base import AttentionHeads, AttentionInputs, Cache
-from mpi_tp.kernels.choice import TorchChoice
-from mpi_tp.kernels.simd import LANES
+from mpi_tp.kernels.vectors import LANES
 
-NO_NORM = np.empty(0, np.float32)
-"""Stands for the weight of a norm that the model does not have."""
 UNLIMITED = 2**62
 """A window wider than any sequence."""
+NO_BIAS = 0, 0
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [N, K] as tiles [N / LANES rounded up, K, LANES], float32 or bfloat16."""
+    """A weight [N, K] as tiles [N / LANES rounded up, K, LANES], float32 or bfloat16.
+
+    Of gate and up, each [N, K], there are twice as many tiles, in turns.
+    """
 
     tiles: torch.Tensor
     size: int
     """N, without the zero rows that fill the last tile."""
-    array: Any
-    """The memory of the tiles as numpy sees it, bfloat16 as uint16."""
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows [len(ids), K] in float32."""
-        return self.tiles[ids // LANES, :, ids % LANES].float()
+    @functools.cached_property
+    def padded_size(self) -> int:
+        """N rounded up to whole tiles."""
+        return -(-self.size // LANES) * LANES
 
-
-def _by_head(cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the memory of keys and values, declared as [P, S, G, D], as [P, G, D, S] and [P, G, S, D]."""
-    keys, values = cache
-    blocks, size, heads, width = keys.shape
-    return keys.view(blocks, heads, width, size), values.view(blocks, heads, size, width)
+    @functools.cached_property
+    def arguments(self) -> tuple[int, int, int, int]:
+        """K, the number of tiles, bytes a number and address, as the kernels take them."""
+        tiles, inputs, _ = self.tiles.shape
+        return inputs, tiles, self.tiles.element_size(), self.tiles.data_ptr()
 
 
-def _multiply(x_TK: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None) -> torch.Tensor:
-    """Return x · weightᵀ + bias, with a column for each of the weight's rows and for those that fill the last tile."""
-    y_TN = torch.zeros(x_TK.shape[0], weight.tiles.shape[0] * LANES)
-    bfloat16 = weight.tiles.dtype == torch.bfloat16
-    multiply = invariant_linear.multiply_bfloat16 if bfloat16 else invariant_linear.multiply_float32
-    multiply(_array(x_TK), weight.array, y_TN.numpy())
-    if bias_N is not None:
-        y_TN[:, : weight.size] += bias_N
-    return y_TN
+@dataclass(frozen=True)
+class _Step:
+    """The tensors of a step's `AttentionInputs`, dense, and what the attention takes of them."""
+
+    inputs: AttentionInputs
+    positions: torch.Tensor
+    sequence_ids: torch.Tensor
+    block_tables: torch.Tensor
+    slots: torch.Tensor
+    arguments: tuple[int, ...]
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs) -> "_Step":
+        ints = (part.long().contiguous() for part in (inputs.positions, inputs.sequence_ids, inputs.slots))
+        positions, sequence_ids, slots = ints
+        tables = inputs.block_tables.int().contiguous()
+        arguments = *tables.shape, positions.data_ptr(), sequence_ids.data_ptr(), tables.data_ptr()
+        return cls(inputs, positions, sequence_ids, tables, slots, arguments)
 
 
-def _array(x: torch.Tensor) -> Any:
-    return x.contiguous().numpy()
+def _floats(x: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor, which must be float32: kernels see an address only."""
+    assert x.dtype is torch.float32, f"float32 wanted, not {x.dtype}"
+    return x.contiguous()
 
 
-class InvariantKernels(TorchChoice):
+def _cut(y_TM: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """Return y without the columns that fill the last tile."""
+    return y_TM if weight.padded_size == weight.size else y_TM[:, : weight.size].contiguous()
+
+
+def _tiles(weight_NK: torch.Tensor) -> torch.Tensor:
+    size, inputs = weight_NK.shape
+    weight_NK = weight_NK if weight_NK.dtype == torch.bfloat16 else weight_NK.float()
+    filled = functional.pad(weight_NK, (0, 0, 0, -size % LANES))
+    return filled.view(-(-size // LANES), LANES, inputs).transpose(1, 2)
+
+
+class InvariantKernels:
     """The `Kernels` protocol in loops compiled for this CPU, one thread a rank."""
 
     activation_dtype: torch.dtype | None = torch.float32
 
+    def __init__(self) -> None:
+        self._step: _Step | None = None
+
     def prepare(self, weight_NK: torch.Tensor) -> PackedWeight:
         """Return the weight [N, K] in tiles."""
-        size, inputs = weight_NK.shape
-        weight_NK = weight_NK if weight_NK.dtype == torch.bfloat16 else weight_NK.float()
-        filled = functional.pad(weight_NK, (0, 0, 0, -size % LANES))
-        tiles = filled.view(-(-size // LANES), LANES, inputs).transpose(1, 2).contiguous()
-        array = (tiles.view(torch.uint16) if tiles.dtype == torch.bfloat16 else tiles).numpy()
-        return PackedWeight(tiles, size, array)
+        return PackedWeight(_tiles(weight_NK).contiguous(), len(weight_NK))
 
     def prepare_gated(self, gate_NK: torch.Tensor, up_NK: torch.Tensor) -> PackedWeight:
-        """Return gate and up as one weight [2N, K] in tiles."""
-        return self.prepare(torch.cat((gate_NK, up_NK)))
+        """Return gate and up, [N, K] each, in tiles that take turns."""
+        tiles = torch.stack((_tiles(gate_NK), _tiles(up_NK)), dim=1).flatten(0, 1)
+        return PackedWeight(tiles, len(gate_NK))
 
     def linear(self, x_TK: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return x · weightᵀ + bias [T, N]."""
-        return _multiply(x_TK, weight, bias_N)[:, : weight.size].contiguous()
+        x_TK, y_TM = _floats(x_TK), torch.empty(x_TK.shape[0], weight.padded_size)
+        bias = NO_BIAS
+        if bias_N is not None:
+            bias_M = functional.pad(bias_N.float(), (0, weight.padded_size - weight.size)).contiguous()
+            bias = 1, bias_M.data_ptr()
+        invariant_linear.multiply(x_TK.shape[0], x_TK.data_ptr(), *weight.arguments, *bias, y_TM.data_ptr())
+        return _cut(y_TM, weight)
 
     def gated_linear(
         self, x_TK: torch.Tensor, weight: PackedWeight, bias_2N: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return silu(x · gateᵀ) * (x · upᵀ) [T, N]."""
-        y_TN = torch.empty(x_TK.shape[0], weight.size // 2)
-        invariant_rows.gate(_multiply(x_TK, weight, bias_2N).numpy(), y_TN.numpy())
-        return y_TN
+        x_TK, y_TM = _floats(x_TK), torch.empty(x_TK.shape[0], weight.padded_size)
+        bias = NO_BIAS
+        if bias_2N is not None:
+            padded = functional.pad(bias_2N.float().view(2, -1), (0, weight.padded_size - weight.size))
+            bias_2M = padded.view(2, -1, LANES).transpose(0, 1).contiguous()
+            bias = 1, bias_2M.data_ptr()
+        invariant_linear.multiply_gated(x_TK.shape[0], x_TK.data_ptr(), *weight.arguments, *bias, y_TM.data_ptr())
+        return _cut(y_TM, weight)
 
     def embedding(self, ids_T: torch.Tensor, weight: PackedWeight, start: int) -> torch.Tensor:
         """Return the rows [T, K] of the ids in start … start + N - 1, zeros for the others."""
-        known = (ids_T >= start) & (ids_T < start + weight.size)
-        y_TK = torch.zeros(ids_T.shape[0], weight.tiles.shape[1])
-        y_TK[known] = weight.rows(ids_T[known] - start)
+        ids_T = ids_T.long().contiguous()
+        y_TK = torch.empty(len(ids_T), weight.tiles.shape[1])
+        invariant_linear.embed(len(ids_T), ids_T.data_ptr(), *weight.arguments, start, weight.size, y_TK.data_ptr())
         return y_TK
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return x [..., K] over its root mean square, times `weight` [K]; the statistics are in float64."""
-        y = torch.empty(x.shape)
-        rows = -1, x.shape[-1]
-        invariant_rows.rms_norm(_array(x.reshape(rows)), _array(weight.float()), eps, y.view(rows).numpy())
+        x, weight, y = _floats(x), _floats(weight.float()), torch.empty(x.shape)
+        width = x.shape[-1]
+        invariant_rows.rms_norm(x.numel() // width, width, x.data_ptr(), weight.data_ptr(), eps, y.data_ptr())
         return y
 
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x + delta [T, K], which overwrites x, and its `rms_norm`."""
-        x, y = x.contiguous(), torch.empty(x.shape)
-        invariant_rows.add_rms_norm(x.numpy(), _array(delta), _array(weight.float()), eps, y.numpy())
+        x, delta, weight, y = _floats(x), _floats(delta), _floats(weight.float()), torch.empty(x.shape)
+        addresses = x.data_ptr(), delta.data_ptr(), weight.data_ptr()
+        invariant_rows.add_rms_norm(*x.shape, *addresses, eps, y.data_ptr())
         return x, y
 
     def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Return relu, gelu (exact, by erf), silu, tanh or none of x."""
         if name in ("relu", "none"):
             return x.relu() if name == "relu" else x.clone()
-        y = torch.empty(x.shape)
+        x, y = _floats(x), torch.empty(x.shape)
         loops = {"gelu": invariant_rows.gelu, "silu": invariant_rows.silu, "tanh": invariant_rows.tanh}
-        loops[name](_array(x.reshape(-1)), y.view(-1).numpy())
+        loops[name](x.numel(), x.data_ptr(), y.data_ptr())
         return y
 
     def rotate_and_store(
@@ -130,13 +162,28 @@ class InvariantKernels(TorchChoice):
     ) -> torch.Tensor:
         """Return q [T, H, D], rotated; store k, rotated, and v in the cache.
 
-        Inside a block, keys are kept in the order [G, D, S], values as [G, S, D].
+        Inside a block of the cache, keys are kept in the order [G, D, S], values as [G, S, D].
         """
+        qkv, cos, sin = _floats(qkv), *map(_floats, rotation)
         q_THD = torch.empty(len(qkv), heads.num_heads, heads.head_dim)
-        norms = (NO_NORM if norm is None else _array(norm.float()) for norm in (heads.q_norm, heads.k_norm))
-        places = (part.numpy() for part in _by_head(cache))
+        norms = [_floats(norm.float()) for norm in (heads.q_norm, heads.k_norm) if norm is not None]
+        norm_addresses = [norm.data_ptr() for norm in norms] or [0, 0]
+        keys, values = cache
         invariant_attention.rotate_and_store(
-            _array(qkv), *norms, heads.norm_eps, *map(_array, rotation), _array(inputs.slots), q_THD.numpy(), *places
+            *q_THD.shape,
+            keys.shape[0],
+            heads.num_kv_heads,
+            keys.shape[1],
+            qkv.data_ptr(),
+            len(norms),
+            *norm_addresses,
+            heads.norm_eps,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            self._step_of(inputs).slots.data_ptr(),
+            q_THD.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
         )
         return q_THD
 
@@ -149,20 +196,39 @@ class InvariantKernels(TorchChoice):
         window: int | None,
     ) -> torch.Tensor:
         """Return causal attention [T, H, D] of each token over its own sequence."""
-        y_THD = torch.zeros(q_THD.shape)
-        keys_PGDS, values_PGSD = _by_head(cache)
-        size, width = values_PGSD.shape[2:]
-        fits = size % LANES == width % LANES == 0
-        attend = invariant_attention.attend if fits else invariant_attention.attend_any
-        where = (heads.kv_index, inputs.positions, inputs.sequence_ids, inputs.block_tables)
-        limit = UNLIMITED if window is None else window
-        attend(
-            _array(q_THD),
-            keys_PGDS.numpy(),
-            values_PGSD.numpy(),
-            *map(_array, where),
+        q_THD, y_THD = _floats(q_THD), torch.empty(q_THD.shape)
+        keys, values = cache
+        invariant_attention.attend(
+            *q_THD.shape,
+            keys.shape[0],
+            heads.num_kv_heads,
+            keys.shape[1],
+            q_THD.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            heads.head_starts.data_ptr(),
+            *self._step_of(inputs).arguments,
             heads.head_dim**-0.5,
-            limit,
-            y_THD.numpy(),
+            UNLIMITED if window is None else window,
+            y_THD.data_ptr(),
         )
         return y_THD
+
+    def best_token(self, logits_RN: torch.Tensor, start: int) -> torch.Tensor:
+        """Return each row's largest logit and its token [R, 2], the first of equals."""
+        logits_RN, best_R2 = _floats(logits_RN), torch.empty(len(logits_RN), 2)
+        invariant_tokens.best_token(*logits_RN.shape, start, logits_RN.data_ptr(), best_R2.data_ptr())
+        return best_R2
+
+    def choose_token(self, best_RX2: torch.Tensor) -> torch.Tensor:
+        """Return the token [R] of the best pair [R, ranks, 2], -1 where its logit is not finite."""
+        best_RX2, tokens_R = _floats(best_RX2), torch.empty(len(best_RX2), dtype=torch.int64)
+        invariant_tokens.choose_token(*best_RX2.shape[:2], best_RX2.data_ptr(), tokens_R.data_ptr())
+        return tokens_R
+
+    def _step_of(self, inputs: AttentionInputs) -> _Step:
+        # All layers of a step pass the same object, and ranks that are threads share these kernels.
+        step = self._step
+        if step is None or step.inputs is not inputs:
+            self._step = step = _Step.of(inputs)
+        return step

@@ -16,126 +16,171 @@ from typing import Any
 
 import numpy as np
 
-from mpi_tp.kernels.invariant_rows import exp_and_sum, largest, normalise
-from mpi_tp.kernels.jit import inlined, kernel
-from mpi_tp.kernels.simd import fetch, fma, product
+from mpi_tp.kernels.invariant_rows import ZERO, exp, normalise, total
+from mpi_tp.kernels.jit import Address, inlined, kernel
+from mpi_tp.kernels.memory import floats, ints, short_ints
+from mpi_tp.kernels.product import carry_product
+from mpi_tp.kernels.vectors import LANES, fill, fma, lane, larger, load, store, widen
 
 Array = np.ndarray[Any, Any]
 
-ZERO = np.float32(0)
+HIDDEN = np.float32(-np.inf)
+"""The score of a key that the token does not see."""
+FETCHED_AHEAD = 2
+"""How many blocks before its use a block is fetched into the processor's cache."""
 
 
 @inlined
-def _softmax(scores_L: Array, scale: Any) -> None:
-    """Turn scores into weights."""
-    for key in range(scores_L.shape[0]):
-        scores_L[key] *= scale
-    share = np.float32(1.0 / exp_and_sum(scores_L, largest(scores_L), scores_L))
-    for key in range(scores_L.shape[0]):
-        scores_L[key] *= share
+def _softmax(scores_L: Array, scale: Any) -> Any:
+    """Turn scores [L], L a multiple of LANES, into weights and return what these are to be multiplied by."""
+    tops = fill(HIDDEN)
+    for key in range(0, scores_L.shape[0], LANES):
+        scaled = load(scores_L, key) * scale
+        store(scores_L, key, scaled)
+        tops = larger(tops, scaled)
+    top = HIDDEN
+    for number in range(LANES):
+        top = larger(top, lane(tops, number))
+    sums = fill(0.0)
+    for key in range(0, scores_L.shape[0], LANES):
+        weights = exp(load(scores_L, key) - top)
+        store(scores_L, key, weights)
+        sums = sums + widen(weights)
+    return np.float32(1.0 / total(sums))
 
 
 @inlined
 def _score(q_ED: Array, keys_PDS: Array, table_M: Array, start: int, end: int, scores_EL: Array) -> None:
     """Write the products of queries and keys, whole blocks from `start`, where a block begins, past end - 1."""
     size = keys_PDS.shape[2]
+    first, last = start // size, (end - 1) // size
     for row in range(q_ED.shape[0]):
-        for key in range(scores_EL.shape[1]):
-            scores_EL[row, key] = 0
-    for key in range(start, end, size):
-        if key + size < end:
-            fetch(keys_PDS[table_M[key // size + 1]])
-        product(1, q_ED, keys_PDS[table_M[key // size]], scores_EL[:, key - start : key - start + size])
+        for key in range((last + 1) * size - start):
+            scores_EL[row, key] = ZERO
+    for block in range(first, last + 1):
+        ahead = keys_PDS[table_M[min(block + FETCHED_AHEAD, last)]]
+        place = block * size - start
+        carry_product(q_ED, keys_PDS[table_M[block]], scores_EL[:, place : place + size], ahead)
 
 
 @inlined
 def _average(
     weights_EL: Array, values_PSD: Array, table_M: Array, start: int, first: int, end: int, y_ED: Array
 ) -> None:
-    """Add values first … end - 1 by weight to y; weights begin at `start`."""
+    """Write the sum of values first … end - 1 by weight to y; weights begin at `start`."""
     size = values_PSD.shape[1]
-    blocks = (end + size - 1) // size
-    for block in range(first // size, blocks):
-        if block + 1 < blocks:
-            fetch(values_PSD[table_M[block + 1]])
+    last = (end - 1) // size
+    for row in range(y_ED.shape[0]):
+        for d in range(y_ED.shape[1]):
+            y_ED[row, d] = ZERO
+    for block in range(first // size, last + 1):
         low, high = max(first, block * size), min(end, (block + 1) * size)
         values = values_PSD[table_M[block], low - block * size : high - block * size]
-        product(1, weights_EL[:, low - start : high - start], values, y_ED)
+        ahead = values_PSD[table_M[min(block + FETCHED_AHEAD, last)]]
+        carry_product(weights_EL[:, low - start : high - start], values, y_ED, ahead)
 
 
-@kernel(
-    "void(float32[:, :, ::1], float32[:, :, :, ::1], float32[:, :, :, ::1], int64[::1], int64[::1], int64[::1],"
-    "int32[:, ::1], float32, int64, float32[:, :, ::1])"
-)
-def attend(
-    q_THD: Array,
-    keys_PGDS: Array,
-    values_PGSD: Array,
-    kv_index_H: Array,
+@inlined
+def _attend_heads(
+    q_TED: Array,
+    keys_PDS: Array,
+    values_PSD: Array,
     positions_T: Array,
     sequences_T: Array,
     tables_BM: Array,
     scale: Any,
     window: int,
-    y_THD: Array,
+    y_TED: Array,
 ) -> None:
-    """Add the attention of each token over its own sequence, the last `window` keys of it, to y, zero on entry."""
-    heads, size = q_THD.shape[1], values_PGSD.shape[2]
-    last = 0
-    while last < heads:
-        head, shared = last, kv_index_H[last]
-        while last < heads and kv_index_H[last] == shared:
-            last += 1
-        keys_PDS, values_PSD = keys_PGDS[:, shared], values_PGSD[:, shared]
-        scores_EL = np.empty((last - head, tables_BM.shape[1] * size), np.float32)
-        # Tokens of one sequence follow one another and find the keys of this head in the processor's cache.
-        for token in range(q_THD.shape[0]):
-            end = positions_T[token] + 1
-            first = max(0, end - window)
-            start = first // size * size
-            table_M, y_ED = tables_BM[sequences_T[token]], y_THD[token, head:last]
-            _score(q_THD[token, head:last], keys_PDS, table_M, start, end, scores_EL)
-            for row in range(last - head):
-                _softmax(scores_EL[row, first - start : end - start], scale)
-            _average(scores_EL, values_PSD, table_M, start, first, end, y_ED)
+    """Write the attention of heads that share keys and values.
 
-
-@kernel(
-    "void(float32[:, :, ::1], float32[:, :, :, ::1], float32[:, :, :, ::1], int64[::1], int64[::1], int64[::1],"
-    "int32[:, ::1], float32, int64, float32[:, :, ::1])"
-)
-def attend_any(
-    q_THD: Array,
-    keys_PGDS: Array,
-    values_PGSD: Array,
-    kv_index_H: Array,
-    positions_T: Array,
-    sequences_T: Array,
-    tables_BM: Array,
-    scale: Any,
-    window: int,
-    y_THD: Array,
-) -> None:
-    """Do what `attend` does for any S and D."""
-    tokens, heads, width = q_THD.shape
-    size = values_PGSD.shape[2]
+    Tokens of one sequence follow one another and find the keys of this head in the processor's cache.
+    """
+    tokens, heads = q_TED.shape[:2]
+    size = values_PSD.shape[1]
+    scores_EL, shares_E = np.empty((heads, tables_BM.shape[1] * size), np.float32), np.empty(heads, np.float32)
     for token in range(tokens):
-        first, end = max(0, positions_T[token] + 1 - window), positions_T[token] + 1
+        end = positions_T[token] + 1
+        first = max(0, end - window)
+        start, padded = first // size * size, (end + size - 1) // size * size
         table_M = tables_BM[sequences_T[token]]
-        weights_L = np.empty(end - first, np.float32)
-        for head in range(heads):
-            shared = kv_index_H[head]
+        _score(q_TED[token], keys_PDS, table_M, start, end, scores_EL)
+        for row in range(heads):
+            # What lies in the cache beyond the sequence may be anything.
+            for key in range(start, first):
+                scores_EL[row, key - start] = HIDDEN
+            for key in range(end, padded):
+                scores_EL[row, key - start] = HIDDEN
+            shares_E[row] = _softmax(scores_EL[row, : padded - start], scale)
+        y_ED = y_TED[token]
+        _average(scores_EL, values_PSD, table_M, start, first, end, y_ED)
+        for row in range(heads):
+            for d in range(y_ED.shape[1]):
+                y_ED[row, d] *= shares_E[row]
+
+
+@inlined
+def _attend_any(
+    q_ED: Array, keys_PDS: Array, values_PSD: Array, table_M: Array, first: int, end: int, scale: Any, y_ED: Array
+) -> None:
+    """Write the attention of one token's heads that share keys and values, number by number."""
+    size = values_PSD.shape[1]
+    weights_L = np.empty((end - first + LANES - 1) // LANES * LANES, np.float32)
+    for row in range(q_ED.shape[0]):
+        for key in range(weights_L.shape[0]):
+            weights_L[key] = HIDDEN
+        for key in range(first, end):
+            score = ZERO
+            for d in range(q_ED.shape[1]):
+                score = fma(q_ED[row, d], keys_PDS[table_M[key // size], d, key % size], score)
+            weights_L[key - first] = score
+        share = _softmax(weights_L, scale)
+        for d in range(q_ED.shape[1]):
+            y = ZERO
             for key in range(first, end):
-                score = ZERO
-                for d in range(width):
-                    score = fma(q_THD[token, head, d], keys_PGDS[table_M[key // size], shared, d, key % size], score)
-                weights_L[key - first] = score
-            _softmax(weights_L, scale)
-            for key in range(first, end):
-                weight = weights_L[key - first]
-                for d in range(width):
-                    value = values_PGSD[table_M[key // size], shared, key % size, d]
-                    y_THD[token, head, d] = fma(weight, value, y_THD[token, head, d])
+                y = fma(weights_L[key - first], values_PSD[table_M[key // size], key % size, d], y)
+            y_ED[row, d] = y * share
+
+
+@kernel
+def attend(
+    tokens: int,
+    heads: int,
+    width: int,
+    num_blocks: int,
+    kv_heads: int,
+    size: int,
+    q: Address,
+    keys: Address,
+    values: Address,
+    head_starts: Address,
+    num_sequences: int,
+    max_blocks: int,
+    positions: Address,
+    sequence_ids: Address,
+    block_tables: Address,
+    scale: float,
+    window: int,
+    y: Address,
+) -> None:
+    """Write the attention [T, H, D] of each token over its own sequence, the last `window` keys of it, to y."""
+    q_THD, y_THD = floats(q, (tokens, heads, width)), floats(y, (tokens, heads, width))
+    keys_PGDS = floats(keys, (num_blocks, kv_heads, width, size))
+    values_PGSD = floats(values, (num_blocks, kv_heads, size, width))
+    starts, tables_BM = short_ints(head_starts, (kv_heads + 1,)), short_ints(block_tables, (num_sequences, max_blocks))
+    positions_T, sequences_T = ints(positions, (tokens,)), ints(sequence_ids, (tokens,))
+    narrow_scale = np.float32(scale)
+    for shared in range(kv_heads):
+        own = slice(starts[shared], starts[shared + 1])
+        q_TED, y_TED, keys_PDS, values_PSD = q_THD[:, own], y_THD[:, own], keys_PGDS[:, shared], values_PGSD[:, shared]
+        if size % LANES == 0 and width % LANES == 0:
+            _attend_heads(q_TED, keys_PDS, values_PSD, positions_T, sequences_T, tables_BM, narrow_scale, window, y_TED)
+        else:
+            for token in range(tokens):
+                end = positions_T[token] + 1
+                table_M = tables_BM[sequences_T[token]]
+                first = max(0, end - window)
+                _attend_any(q_TED[token], keys_PDS, values_PSD, table_M, first, end, narrow_scale, y_TED[token])
 
 
 @inlined
@@ -148,44 +193,49 @@ def _rotate(x_D: Array, cos_D: Array, sin_D: Array, y_D: Array) -> None:
         y_D[d + half] = second * cos_D[d + half] + first * sin_D[d + half]
 
 
-@kernel(
-    "void(float32[:, ::1], float32[::1], float32[::1], float64, float32[:, ::1], float32[:, ::1], int64[::1],"
-    "float32[:, :, ::1], float32[:, :, :, ::1], float32[:, :, :, ::1])"
-)
+@kernel
 def rotate_and_store(
-    qkv_TW: Array,
-    q_norm: Array,
-    k_norm: Array,
+    tokens: int,
+    heads: int,
+    width: int,
+    num_blocks: int,
+    kv_heads: int,
+    size: int,
+    qkv: Address,
+    normed: int,
+    q_norm: Address,
+    k_norm: Address,
     eps: float,
-    cos_TD: Array,
-    sin_TD: Array,
-    slots_T: Array,
-    q_THD: Array,
-    keys_PGDS: Array,
-    values_PGSD: Array,
+    cos: Address,
+    sin: Address,
+    slots: Address,
+    q: Address,
+    keys: Address,
+    values: Address,
 ) -> None:
-    """Write queries, rotated, to q, and keys, rotated, and values to their slots.
+    """Write queries, rotated, to q [T, H, D], and keys, rotated, and values to their slots.
 
-    Norms of no numbers leave the heads as they are.
+    Query and key heads go through their norms first if they are `normed`.
     """
-    tokens, heads, width = q_THD.shape
-    kv_heads, size = values_PGSD.shape[1], values_PGSD.shape[2]
-    normed, rotated = np.empty(width, np.float32), np.empty(width, np.float32)
+    qkv_THD, q_THD = floats(qkv, (tokens, heads + 2 * kv_heads, width)), floats(q, (tokens, heads, width))
+    keys_PGDS = floats(keys, (num_blocks, kv_heads, width, size))
+    values_PGSD = floats(values, (num_blocks, kv_heads, size, width))
+    q_norm_D, k_norm_D, slots_T = floats(q_norm, (width,)), floats(k_norm, (width,)), ints(slots, (tokens,))
+    cos_TD, sin_TD = floats(cos, (tokens, width)), floats(sin, (tokens, width))
+    normed_D, rotated_D = np.empty(width, np.float32), np.empty(width, np.float32)
     for token in range(tokens):
         block, place = slots_T[token] // size, slots_T[token] % size
         for head in range(heads + kv_heads):
-            x_D = qkv_TW[token, head * width : (head + 1) * width]
-            weight = q_norm if head < heads else k_norm
-            if weight.shape[0]:
-                normalise(x_D, weight, eps, normed)
-                x_D = normed
+            x_D = qkv_THD[token, head]
+            if normed:
+                normalise(x_D, q_norm_D if head < heads else k_norm_D, eps, normed_D)
+                x_D = normed_D
             if head < heads:
                 _rotate(x_D, cos_TD[token], sin_TD[token], q_THD[token, head])
             else:
-                _rotate(x_D, cos_TD[token], sin_TD[token], rotated)
+                _rotate(x_D, cos_TD[token], sin_TD[token], rotated_D)
                 for d in range(width):
-                    keys_PGDS[block, head - heads, d, place] = rotated[d]
+                    keys_PGDS[block, head - heads, d, place] = rotated_D[d]
         for head in range(kv_heads):
-            start = (heads + kv_heads + head) * width
             for d in range(width):
-                values_PGSD[block, head, place, d] = qkv_TW[token, start + d]
+                values_PGSD[block, head, place, d] = qkv_THD[token, heads + kv_heads + head, d]

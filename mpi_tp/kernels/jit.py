@@ -42,25 +42,31 @@ inlined: Callable[[Callable[..., Any]], Any] = numba.njit(inline="always")
 """Decorator of a function that becomes part of the kernels that call it, with no compilation of its own."""
 
 
-def kernel(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile a function for the one `signature` at its first call; with no folder to write to, for this process alone.
+Address = int
+"""Annotates an argument of a kernel that is the address of a contiguous tensor's memory."""
 
-    Multiplications and additions are fused only where the source says so (`simd.fma`), and never reordered.
+
+def kernel(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile a function of addresses, ints and floats at its first call; with no folder to write to, for this process.
+
+    Who calls it keeps the tensors alive, and answers for their types and sizes. An array of numpy would know those, and
+    costs as much to make as a small operation takes.
+
+    Multiplications and additions are fused only where the source says so (`vectors.fma`), and never reordered.
     """
+    kinds = [kind for name, kind in function.__annotations__.items() if name != "return"]
+    signature = numba.void(*(numba.float64 if kind is float else numba.int64 for kind in kinds))
 
-    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.cache
-        def compiled() -> Any:
-            try:
-                return numba.njit([signature], cache=True, nogil=True, error_model="numpy")(function)
-            except (RuntimeError, OSError):
-                # numba found no folder to write to, or no room in it.
-                return numba.njit([signature], nogil=True, error_model="numpy")(function)
+    @functools.cache
+    def compiled() -> Any:
+        try:
+            return numba.njit([signature], cache=True, nogil=True, error_model="numpy")(function)
+        except (RuntimeError, OSError):
+            # numba found no folder to write to, or no room in it.
+            return numba.njit([signature], nogil=True, error_model="numpy")(function)
 
-        @functools.wraps(function)
-        def call(*arguments: Any) -> None:
-            compiled()(*arguments)
+    @functools.wraps(function)
+    def call(*arguments: float) -> None:
+        compiled()(*arguments)
 
-        return call
-
-    return declare
+    return call

@@ -21,6 +21,7 @@ class Attention:
         comm = context.comm
         kv_heads = KeyValueHeads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         start, stop = kv_heads.heads(comm.rank, comm.size)
+        dtype = context.kernels.activation_dtype
         self._kernels = context.kernels
         self._window = config.sliding_window
         self._qkv_proj = ColumnParallelLinear(context, f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
@@ -28,8 +29,8 @@ class Attention:
             kv_index=torch.tensor(kv_heads.index(comm.rank, comm.size), dtype=torch.int64, device=context.device),
             num_kv_heads=stop - start,
             head_dim=config.head_dim,
-            q_norm=context.take(f"{name}.q_norm.weight") if config.qk_norm else None,
-            k_norm=context.take(f"{name}.k_norm.weight") if config.qk_norm else None,
+            q_norm=context.take(f"{name}.q_norm.weight").to(dtype=dtype) if config.qk_norm else None,
+            k_norm=context.take(f"{name}.k_norm.weight").to(dtype=dtype) if config.qk_norm else None,
             norm_eps=config.rms_norm_eps,
         )
         self._o_proj = second_linear(context, f"{name}.o_proj", context.plan[f"{name}.q_proj.weight"].sizes)

@@ -34,7 +34,7 @@ class ColumnParallelLinear:
         self.output_sizes = [len(weight) for weight in weights]
         self._kernels = context.kernels
         self._weight = context.kernels.prepare(torch.cat(weights))
-        self._bias = join_biases(biases)
+        self._bias = join_biases(biases, context.kernels.activation_dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's outputs, [T, sum(output_sizes)]."""
@@ -89,8 +89,11 @@ def second_linear(context: LayerContext, name: str, input_sizes: Sequence[int]) 
     return RowParallelLinear(context, name)
 
 
-def join_biases(biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the biases of layers that are computed in one product, end to end; None if they have none."""
+def join_biases(biases: Sequence[torch.Tensor | None], dtype: torch.dtype | None) -> torch.Tensor | None:
+    """Return the biases of layers that are computed in one product, end to end; None if they have none.
+
+    They are converted to `dtype`, if it is not None: once, not at every step.
+    """
     present = [bias for bias in biases if bias is not None]
     assert len(present) in (0, len(biases)), "layers computed in one product have biases all or none"
-    return torch.cat(present) if present else None
+    return torch.cat(present).to(dtype=dtype) if present else None

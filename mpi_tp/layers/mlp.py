@@ -13,7 +13,8 @@ class GatedMLP:
         gate, up = f"{name}.gate_proj", f"{name}.up_proj"
         self._kernels = context.kernels
         self._weight = context.kernels.prepare_gated(context.take(f"{gate}.weight"), context.take(f"{up}.weight"))
-        self._bias = join_biases([context.take_if_planned(f"{layer}.bias") for layer in (gate, up)])
+        biases = [context.take_if_planned(f"{layer}.bias") for layer in (gate, up)]
+        self._bias = join_biases(biases, context.kernels.activation_dtype)
         self._down_proj = second_linear(context, f"{name}.down_proj", context.plan[f"{gate}.weight"].sizes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

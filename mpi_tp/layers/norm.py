@@ -10,7 +10,7 @@ class RMSNorm:
 
     def __init__(self, context: LayerContext, name: str, eps: float) -> None:
         self._kernels = context.kernels
-        self._weight = context.take(f"{name}.weight")
+        self._weight = context.take(f"{name}.weight").to(dtype=context.kernels.activation_dtype)
         self._eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from mpi_tp.kernels import select
 from mpi_tp.kernels.base import AttentionHeads, AttentionInputs
+from tests.unit.test_kernels import store
 
 KERNELS = select(torch.device("cpu"), "invariant", torch.bfloat16)
 BATCHES = (1, 2, 3, 5, 8, 16, 33)
@@ -31,11 +32,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether all bits agree, those of zeros and NaNs too."""
     return a.shape == b.shape and torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
-
-
-def gate_and_up(inputs: int):
-    rng = np.random.default_rng(inputs)
-    return KERNELS.prepare_gated(random(rng, 37, inputs), random(rng, 37, inputs))
 
 
 @DTYPES
@@ -87,13 +83,14 @@ def test_linear_keeps_a_bad_row_to_itself():
     assert same(KERNELS.linear(bad, weight)[good], KERNELS.linear(x, weight)[good])
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "relu", "gelu", "silu", "tanh", "gated_linear"])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "relu", "gelu", "silu", "tanh"])
 def test_rows_alone_and_in_any_batch(name):
     rng = np.random.default_rng(3)
     operations = {
         "rms_norm": lambda x: KERNELS.rms_norm(x, torch.linspace(0.5, 2, x.shape[1]), 1e-6),
-        "add_rms_norm": lambda x: KERNELS.add_rms_norm(x.clone(), x.sin(), torch.linspace(0.5, 2, x.shape[1]), 1e-6)[1],
-        "gated_linear": lambda x: KERNELS.gated_linear(x, gate_and_up(x.shape[1])),
+        "add_rms_norm": lambda x: torch.cat(
+            KERNELS.add_rms_norm(x.clone(), x.roll(1, 1), torch.full(x.shape[1:], 2.0), 1e-6), 1
+        ),
     }
     operation = operations.get(name, lambda x: KERNELS.activation(x, name))
     for width in (1, 3, 16, 17, 100, 1000, *rng.integers(1, 400, 5)):
@@ -112,24 +109,43 @@ def test_elements_wherever_they_stand(name):
         assert same(KERNELS.activation(x[start:], name), whole[start:])
 
 
-def test_rotation_with_any_neighbours_and_heads():
+@DTYPES
+def test_gated_linear_row_alone_in_any_batch_and_over_any_slice(dtype):
+    rng = np.random.default_rng(6)
+    gate, up, x = random(rng, 130, 300).to(dtype), random(rng, 130, 300).to(dtype), random(rng, max(BATCHES), 300) / 4
+    whole = torch.cat([KERNELS.gated_linear(row[None], KERNELS.prepare_gated(gate, up)) for row in x])
+    for tokens in BATCHES:
+        order = torch.from_numpy(rng.permutation(len(x))[:tokens])
+        for width in (1, 16, 50, 130):
+            own = slice(start := int(rng.integers(0, 131 - width)), start + width)
+            part = KERNELS.gated_linear(x[order], KERNELS.prepare_gated(gate[own], up[own]))
+            assert same(part, whole[order][:, own])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation_with_any_neighbours_and_heads(normed):
     rng = np.random.default_rng(5)
-    qkv, norm = random(rng, 33, 9 * 24), random(rng, 24)
-    rotation = random(rng, 33, 24), random(rng, 33, 24)
+    norms = {"q_norm": random(rng, 24), "k_norm": random(rng, 24), "norm_eps": 1e-5} if normed else {}
+    qkv, cos, sin = random(rng, 33, 9 * 24), random(rng, 33, 24), random(rng, 33, 24)
+    slots, nothing = torch.arange(33), torch.zeros(33, dtype=torch.int64)
 
-    def run(rows: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """Return query heads first … last - 1 of 5 for some of the rows."""
-        heads = AttentionHeads(torch.arange(last - first) // 3, 2, 24, norm, norm, 1e-6)
-        x = torch.cat((qkv[rows, first * 24 : last * 24], qkv[rows, 5 * 24 :]), dim=1)
-        cache = torch.empty(3, 16, 2, 24), torch.empty(3, 16, 2, 24)
-        inputs = AttentionInputs(rows, rows, torch.zeros(1, 1), torch.arange(len(rows)))
-        return KERNELS.rotate_and_store(x, heads, tuple(part[rows] for part in rotation), cache, inputs)
+    def run(order: torch.Tensor, first: int, last: int):
+        """Return the cache and query heads first … last - 1 of 5 for some of the rows."""
+        heads = AttentionHeads(torch.arange(last - first) // 3, 2, 24, **norms)
+        x = torch.cat((qkv[order, first * 24 : last * 24], qkv[order, 5 * 24 :]), dim=1)
+        cache = torch.zeros(3, 16, 2, 24), torch.zeros(3, 16, 2, 24)
+        inputs = AttentionInputs(nothing, nothing, torch.zeros(1, 1, dtype=torch.int32), slots[order])
+        return cache, KERNELS.rotate_and_store(x, heads, (cos[order], sin[order]), cache, inputs)
 
-    whole = run(torch.arange(33), 0, 5)
+    whole_cache, whole = run(torch.arange(33), 0, 5)
+    assert same(run(torch.arange(33), 2, 4)[1], whole[:, 2:4])
     for tokens in BATCHES:
         order = torch.from_numpy(rng.permutation(33)[:tokens])
-        assert same(run(order, 0, 5), whole[order])
-    assert same(run(torch.arange(33), 2, 4), whole[:, 2:4])
+        cache, part = run(order, 0, 5)
+        assert same(part, whole[order])
+        for stored, expected in zip(cache, whole_cache, strict=True):
+            assert same(stored, torch.where(stored == 0, stored, expected))
+            assert (stored != 0).sum() == tokens * 2 * 24
 
 
 class Paged:
@@ -169,8 +185,7 @@ class Paged:
             *map(torch.from_numpy, (positions, ids, tables[used], slots + positions % self.block_size))
         )
         k, v, q = (torch.cat([whole[s][a:b] for s, a, b in step]) for whole in (self.k, self.v, self.q))
-        rotation = torch.ones(len(q), self.width), torch.zeros(len(q), self.width)
-        KERNELS.rotate_and_store(torch.cat((q, k, v), dim=1).flatten(1), self.heads(), rotation, cache, inputs)
+        store(KERNELS, k, v, cache, inputs)
         y = KERNELS.attention(q, cache, self.heads(), inputs, window)
         for (s, a, b), part in zip(step, y.split([b - a for _, a, b in step]), strict=True):
             results[s][a:b] = part

@@ -1,7 +1,6 @@
-"""The building blocks that numba has no word for: a fused multiply-add, and a matrix product held in registers.
+"""A matrix product held in registers, written in LLVM's language: the loop that nearly all time goes to.
 
-Both write LLVM's own `fma`, which rounds once and is never reordered or left out. So an element has the same bits
-whether the compiler puts it in a vector or in the scalar loop over the rest.
+It uses LLVM's own `fma`, which rounds once and is never reordered or left out.
 """
 
 from dataclasses import dataclass
@@ -12,9 +11,7 @@ from numba import types
 from numba.core import cgutils
 
 from mpi_tp.kernels.jit import intrinsic
-
-LANES = 16
-"""Columns computed side by side: one register of AVX-512, two of AVX2."""
+from mpi_tp.kernels.vectors import FLOAT, INT, LANES, VECTOR, broadcast, call_llvm
 
 MAX_ROWS = 6
 """Rows of one tile whose sums, beside the operands, fit the 16 registers of AVX2."""
@@ -26,80 +23,47 @@ Few rows need more tiles to keep the multipliers and the memory busy. From three
 have three rows or more.
 """
 
-FLOAT = ir.FloatType()
-INT = ir.IntType(32)
-VECTOR = ir.VectorType(FLOAT, LANES)
+STREAM_BYTES = 2048
+"""How far ahead of its use a weight is fetched where one row makes each tile a stream of its own."""
+
 WORDS = ir.VectorType(INT, LANES)
 HALVES = ir.VectorType(ir.IntType(16), LANES)
 
 
-def _emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    name = "llvm.fma.f32" if a.type == FLOAT else f"llvm.fma.v{LANES}f32"
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(a.type, [a.type] * 3), name)
-    return builder.call(function, [a, b, c])
-
-
 @intrinsic
-def fma(_typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return a * b + c in float32, rounded once."""
+def add_product(_typing: Any, x: Any, w: Any, y: Any) -> Any:
+    """Add x · wᵀ to y: each sum over k runs in order from zero, in a register, and is then added.
 
-    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> ir.Value:
-        return _emit_fma(builder, *args)
+    x [M, K] float32    w [N / LANES, K, LANES] float32 or bfloat16 (as uint16), tiles of which follow one another
+    y [M, N] float32, N a multiple of LANES; the last axis of each array is dense
 
-    return types.float32(types.float32, types.float32, types.float32), generate
-
-
-@intrinsic
-def float_of_bits(_typing: Any, bits: Any) -> Any:
-    """Return the float32 that these 32 bits spell."""
-
-    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> ir.Value:
-        return builder.bitcast(args[0], FLOAT)
-
-    return types.float32(types.int32), generate
-
-
-@intrinsic
-def bits_of_float(_typing: Any, number: Any) -> Any:
-    """Return the 32 bits of a float32 as an int32."""
-
-    def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> ir.Value:
-        return builder.bitcast(args[0], INT)
-
-    return types.int32(types.float32), generate
-
-
-@intrinsic
-def product(_typing: Any, carry: Any, x: Any, w: Any, y: Any) -> Any:
-    """Add x · w to y, with every sum in a register and in the order of k.
-
-    x [M, K] float32    y [M, N] float32, N a multiple of LANES
-    w [N / LANES, K, LANES] or [K, N] float32 or bfloat16 (as uint16); the last axis of each array is dense
-
-    With `carry` 1 a sum goes on from y; with 0 it starts from zero and is added to y at the end. `carry` is a literal.
     No bounds are checked.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        views = (_View.of(context, builder, signature.args[i], args[i]) for i in (1, 2, 3))
-        _Product(builder, bool(carry.literal_value), *views).emit()
+        x, w, y = (_View.of(context, builder, kind, value) for kind, value in zip(signature.args, args, strict=True))
+        _Product(builder, x, w, y, ahead=None).emit()
         return context.get_dummy_value()
 
-    return types.void(carry, x, w, y), generate
+    return types.void(x, w, y), generate
 
 
 @intrinsic
-def fetch(_typing: Any, x: Any) -> Any:
-    """Start to bring a dense float32 array [M, N] into the processor's cache."""
+def carry_product(_typing: Any, x: Any, w: Any, y: Any, ahead: Any) -> Any:
+    """Go on with sums in y by those over x · w, in the order of k and in a register.
+
+    x [M, K], w [K, N], y [M, N] float32, N a multiple of LANES; the last axis of each array is dense. Meanwhile the
+    processor fetches `ahead`, the array that will stand for w later, with the strides of w and no fewer rows.
+
+    No bounds are checked.
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        view = _View.of(context, builder, x, args[0])
-        numbers = builder.mul(*view.shape)
-        with cgutils.for_range_slice(builder, numbers.type(0), numbers, numbers.type(LANES)) as (index, _count):
-            _emit_prefetch(builder, builder.gep(view.data, [index]))
+        views = (_View.of(context, builder, kind, value) for kind, value in zip(signature.args, args, strict=True))
+        _Product(builder, *views).emit()
         return context.get_dummy_value()
 
-    return types.void(x), generate
+    return types.void(x, w, y, ahead), generate
 
 
 @dataclass(frozen=True)
@@ -124,13 +88,16 @@ class _View:
 
 @dataclass(frozen=True)
 class _Product:
-    """Writes the code of `product`: blocks of rows and tiles, each a loop over k with a grid of vector sums."""
+    """Writes the code of a product: blocks of rows and tiles, each a loop over k with a grid of vector sums.
+
+    With `ahead` it is `carry_product`, otherwise `add_product`.
+    """
 
     builder: ir.IRBuilder
-    carry: bool
     x: _View
     w: _View
     y: _View
+    ahead: _View | None
 
     def emit(self) -> None:
         builder, rows = self.builder, self.x.shape[0]
@@ -169,45 +136,58 @@ class _Product:
 
     def _emit_block(self, rows: list[ir.Value], tiles: list[ir.Value]) -> None:
         builder = self.builder
-        x_rows, w_tiles = [self.x.row(row) for row in rows], [self._weights(tile) for tile in tiles]
+        x_rows, w_tiles = [self.x.row(row) for row in rows], [self._weights(self.w, tile) for tile in tiles]
         targets = {(m, t): self._target(row, tile) for m, row in enumerate(rows) for t, tile in enumerate(tiles)}
         sums = {cell: cgutils.alloca_once(builder, VECTOR) for cell in targets}
         for cell, target in targets.items():
-            builder.store(self._load(target) if self.carry else ir.Constant(VECTOR, [0.0] * LANES), sums[cell])
-        ahead = [self._ahead(w_tiles[0], rows)] if len(tiles) == 1 and len(self.w.shape) == 3 else []
+            builder.store(self._load(target) if self.ahead else ir.Constant(VECTOR, [0.0] * LANES), sums[cell])
+        fetches = self._fetches(rows, tiles)
         with cgutils.for_range(builder, self.x.shape[1]) as loop:
-            for address, step in ahead:
+            for address, step in fetches:
                 _emit_prefetch(builder, cgutils.pointer_add(builder, address, builder.mul(loop.index, step)))
             weights = [self._weight(tile, loop.index) for tile in w_tiles]
             for m, x_row in enumerate(x_rows):
-                number = _broadcast(builder, builder.load(builder.gep(x_row, [loop.index])))
+                number = broadcast(builder, builder.load(builder.gep(x_row, [loop.index])))
                 for t, weight in enumerate(weights):
-                    builder.store(_emit_fma(builder, number, weight, builder.load(sums[m, t])), sums[m, t])
+                    total = call_llvm(builder, "fma", (number, weight, builder.load(sums[m, t])))
+                    builder.store(total, sums[m, t])
         for cell, target in targets.items():
             part = builder.load(sums[cell])
-            builder.store(part if self.carry else builder.fadd(self._load(target), part), target, align=4)
+            builder.store(part if self.ahead else builder.fadd(self._load(target), part), target, align=4)
 
     def _target(self, row: ir.Value, tile: ir.Value) -> ir.Value:
         """Return the address of a vector of y."""
         column = self.builder.mul(tile, tile.type(LANES))
         return self.builder.bitcast(self.builder.gep(self.y.row(row), [column]), VECTOR.as_pointer())
 
-    def _weights(self, tile: ir.Value) -> ir.Value:
+    def _weights(self, w: _View, tile: ir.Value) -> ir.Value:
         """Return the address of a tile's weights at k = 0."""
-        if len(self.w.shape) == 3:
-            return self.w.row(tile)
-        return self.builder.gep(self.w.data, [self.builder.mul(tile, tile.type(LANES))])
+        if len(w.shape) == 3:
+            return w.row(tile)
+        return self.builder.gep(w.data, [self.builder.mul(tile, tile.type(LANES))])
 
-    def _ahead(self, tile: ir.Value, rows: list[ir.Value]) -> tuple[ir.Value, ir.Value]:
-        """Return where a block of rows starts to fetch the next tile's weights, and how far it moves with each k.
+    def _fetches(self, rows: list[ir.Value], tiles: list[ir.Value]) -> list[tuple[ir.Value, ir.Value]]:
+        """Return where a block of rows starts to fetch weights ahead of their use, and how far it moves with each k."""
+        if self.ahead:
+            return [(self._weights(self.ahead, tile), self.ahead.strides[0]) for tile in tiles]
+        if len(rows) == 1:
+            stride = self.w.strides[1]
+            return [
+                (cgutils.pointer_add(self.builder, self.w.row(t), stride.type(STREAM_BYTES)), stride) for t in tiles
+            ]
+        return [self._share_of_next(tile, len(tiles), rows) for tile in tiles]
 
-        Each block fetches its share, so that memory is busy all the time; fetching past the end does no harm.
+    def _share_of_next(self, tile: ir.Value, distance: int, rows: list[ir.Value]) -> tuple[ir.Value, ir.Value]:
+        """Return how a block of rows fetches its share of the tile `distance` on, so that memory is busy all the time.
+
+        Fetching past the end does no harm.
         """
         builder, total = self.builder, self.x.shape[0]
         stride = self.w.strides[1]
         step = builder.udiv(builder.mul(stride, stride.type(len(rows))), total)
         done = builder.udiv(builder.mul(builder.mul(self.x.shape[1], stride), rows[0]), total)
-        return cgutils.pointer_add(builder, tile, builder.add(self.w.strides[0], done)), step
+        start = builder.mul(self.w.strides[0], stride.type(distance))
+        return cgutils.pointer_add(builder, self.w.row(tile), builder.add(start, done)), step
 
     def _load(self, address: ir.Value) -> ir.Value:
         return self.builder.load(address, align=4)
@@ -228,9 +208,3 @@ def _emit_prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
     read, keep_close, data = INT(0), INT(3), INT(1)
     builder.call(function, [builder.bitcast(address, signature.args[0]), read, keep_close, data])
-
-
-def _broadcast(builder: ir.IRBuilder, number: ir.Value) -> ir.Value:
-    undefined = ir.Constant(VECTOR, ir.Undefined)
-    first = builder.insert_element(undefined, number, INT(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(WORDS, [0] * LANES))
