@@ -17,21 +17,24 @@ BF16 = torch.bfloat16
 EVERY_TILE = (1, 2, 16, 17, 33, 64, 65, 200, 257, 300)
 CUTS = ((0, 1), (1, 4), (5, 69), (64, 128), (37, 130))
 """Of 130 columns: single ones and widths of no round number, first columns at any place."""
+DTYPES = pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
 HEADS = pytest.mark.parametrize(
     ("dtype", "groups", "width"),
-    [(BF16, (4, 4, 4), 128), (BF16, (2, 3), 24), (BF16, (5,), 12), (torch.float32, (2, 3), 24)],
+    [(BF16, (4, 4, 4), 128), (BF16, (2, 3), 24), (BF16, (5,), 12), (torch.float32, (2, 3), 24), (torch.float32, (1, 1), 80)],
     ids=str,
 )
 
 
-def test_a_row_among_up_to_300_others(device):
-    x, weight, bias = randoms(device, BF16, (300, 576), (97, 576), (97,))
+@DTYPES
+def test_a_row_among_up_to_300_others(dtype, device):
+    x, weight, bias = randoms(device, dtype, (300, 576), (97, 576), (97,))
     linear = functools.partial(KERNELS.linear, weight=KERNELS.prepare(weight), bias_N=bias)
     gpu_invariance.check_rows(linear, x, range(1, 301))
 
 
-def test_columns_of_a_gated_product(device):
-    x, gate, up = randoms(device, BF16, (300, 300), (130, 300), (130, 300))
+@DTYPES
+def test_columns_of_a_gated_product(dtype, device):
+    x, gate, up = randoms(device, dtype, (300, 300), (130, 300), (130, 300))
     gpu_invariance.check_gated_columns(KERNELS, x, (gate, up), CUTS, (1, 40, 300))
 
 
