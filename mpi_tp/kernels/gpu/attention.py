@@ -40,7 +40,9 @@ WORKSPACE_BYTES = 256 * 2**20
 """Most memory for the parts of split sequences; beyond, a program walks its sequence alone, to the same bits."""
 FEW_PROGRAMS = 128
 """So many leave multiprocessors idle."""
-AHEAD = 8
+PREFETCHING_PROGRAMS = 512
+"""More fetch ahead what pushes out of the cache what others still need."""
+AHEAD = 4
 """Units that a program which joins them reads at once."""
 UNLIMITED = 2**30
 """A window wider than any sequence."""
@@ -277,6 +279,6 @@ class _Call:
             SCALE=width**-0.5 * math.log2(math.e), S=keys.shape[1], D=width,
             D_PADDED=max(triton.next_power_of_2(width), MIN_ROWS), GROUP=triton.next_power_of_2(heads.largest_group),
             R=rows, L=FLOAT32_KEYS if keys.itemsize == 4 else min(KEYS, unit), UNIT=unit, SINGLE=single, SPLIT=units > 1,
-            PREFETCH=single and count * heads.num_kv_heads <= FEW_PROGRAMS, LINE=128 // keys.itemsize,
+            PREFETCH=single and count * heads.num_kv_heads * units <= PREFETCHING_PROGRAMS, LINE=128 // keys.itemsize,
             num_warps=4, num_stages=2, enable_fp_fusion=False, **launch_options(),
         )  # fmt: skip
