@@ -66,7 +66,7 @@ def _serve_text(job: Job, shards: ShardSet, options: InferOptions) -> None:
         start_seconds = seconds_since_start()
         with job.phase("generating"), job.stop.deferred():
             if engine and lines and output:
-                writer = ResumableWriter(output, _line_keys(session)) if isinstance(output, Earlier) else output
+                writer = _start_writer(output, shards, session)
                 figures = _lead(Batch(engine, LineFeed(writer.pending(lines)), writer), engine, options, job)
             else:
                 follow(session.comm, runner, lambda: _between_steps(job))
@@ -91,20 +91,26 @@ def _open_output(options: InferOptions, job: Job) -> contextlib.AbstractContextM
     return open_earlier(options.output, options.resume, job.progress)
 
 
-def _line_keys(session: Session) -> LineKeys:
-    """Return the keys of lines for this model, on this kind of device.
+def _start_writer(
+    output: Earlier | OrderedWriter, shards: ShardSet, session: Session
+) -> ResumableWriter | OrderedWriter:
+    if isinstance(output, OrderedWriter):
+        return output
+    invariant = is_invariant(session.device, session.options.numerics)
+    return ResumableWriter(output, LineKeys(key_basis(shards, session.device.type, invariant)))
+
+
+def key_basis(shards: ShardSet, device_type: str, invariant: bool) -> dict[str, object]:
+    """Return what the records of a model depend on, beside their lines.
 
     Where any number of ranks gives the same bits, a record stays valid when the job goes on with another.
     """
-    shards, invariant = session.shards, is_invariant(session.device, session.options.numerics)
-    assert shards is not None, "lines are served from a set"
-    basis = {
+    return {
         "model": shards.model_id if invariant and shards.strategy == "column_wise" else shards.set_id,
         "tokenizer": [entry.digest for entry in shards.manifest.tokenizer],
-        "device": session.device.type,
+        "device": device_type,
         "invariant": invariant,
     }
-    return LineKeys(basis)
 
 
 def _lead(batch: Batch, engine: Engine, options: InferOptions, job: Job) -> BatchFigures:
