@@ -18,7 +18,7 @@ class Share:
     count: int = 1
 
     def __str__(self) -> str:
-        return f"line {self.index + 1} of the input and every {self.count}th after it"
+        return f"line {self.index + 1} of the input and each {self.count} lines further"
 
     def has(self, index: int) -> bool:
         """Return whether the line with this index is in the share."""
