@@ -64,9 +64,7 @@ def judge_threads(hosts: Sequence[str], by_rank: Sequence[Cores]) -> Row:
             continue
         found = f"{len(ranks)} rank(s) on {host} compute on {threads} threads and have {cores} core(s)"
         advice = f"set OMP_NUM_THREADS={cores // len(ranks)}" if cores >= len(ranks) else "start fewer ranks there"
-        return warning(
-            f"{len(ranks)} rank(s) on {host} compute on {threads} threads and have {cores} core(s): {advice}"
-        )
+        return warning(f"{found}: {advice}")
     each = sorted({cores.threads for cores in by_rank})
     return ok(f"{' or '.join(map(str, each))} a rank, no more than there are cores")
 

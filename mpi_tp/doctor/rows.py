@@ -50,13 +50,14 @@ class Report:
         self._print(_lines(name, row))
 
     def close(self) -> int:
-        """Print the failures and return the exit code."""
+        """Print the failures, unless they are what was printed last, and return the exit code."""
         failed = [(name, row) for name, row in self._rows if row.status == "failure"]
         if not failed:
             return 0
-        self._print(["", f"{len(failed)} of {len(self._rows)} checks failed:"])
-        for name, row in failed:
-            self._print(_lines(name, row))
+        self._print(["", f"{len(failed)} of {len(self._rows)} checks failed"])
+        if failed != self._rows[-len(failed) :]:
+            for name, row in failed:
+                self._print(_lines(name, row))
         return ConfigurationError.exit_code
 
     def _print(self, lines: list[str]) -> None:
