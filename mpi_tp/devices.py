@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -43,15 +44,20 @@ class RankView:
 def choose_device(mpi_comm: "MPI.Intracomm", wanted: Literal["auto", "cuda", "cpu"], share_gpu: bool) -> torch.device:
     """Return this rank's device and make it torch's current one; collective. All ranks get the same type.
 
-    "auto" is a GPU if all ranks see one, the CPU if none does. Raises `ConfigurationError`, on all ranks alike, if GPUs
-    are missing on some hosts, or if two ranks had to share one without `share_gpu`.
+    "auto" is a GPU if all ranks see one, the CPU if none does. Rank 0 warns, on stderr, of GPUs that a launcher has
+    hidden from their peers. Raises `ConfigurationError`, on all ranks alike, if GPUs are missing on some hosts, or if
+    two ranks had to share one without `share_gpu`.
     """
     if wanted == "cpu":
         return torch.device("cpu")
     views: list[RankView] = mpi_comm.allgather(view_of(mpi_comm))
     if wanted == "auto" and not any(view.gpus for view in views):
         return torch.device("cpu")
-    device = torch.device("cuda", assign_gpus(views, share_gpu)[mpi_comm.rank])
+    choices = assign_gpus(views, share_gpu)
+    hidden = hidden_peers(views, choices)
+    if hidden and mpi_comm.rank == 0:
+        print(f"mpi_tp: warning: {hidden}", file=sys.stderr)
+    device = torch.device("cuda", choices[mpi_comm.rank])
     torch.cuda.set_device(device)
     return device
 

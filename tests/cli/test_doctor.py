@@ -1,6 +1,7 @@
 """The doctor as a user starts it: exit codes, rows, and the failures last."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -50,6 +51,28 @@ from mpi_tp.doctor.__main__ import main
 torch.cuda.device_count = lambda: 1
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="8932f937", name="NVIDIA H200")
 main([])
+"""
+
+
+ONE_CORE = """
+import os
+from mpi_tp.doctor.__main__ import main
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+main([])
+"""
+
+# Two ranks whose torch differs.
+UNEQUAL = """
+import sys
+from mpi_tp import session
+from mpi_tp.infer import main
+from mpi_tp.launcher import launched_rank
+from os import environ
+
+own = session.versions()
+session.versions = lambda: own | {"torch": f"2.1{launched_rank(environ)}"}
+main(sys.argv[1:])
 """
 
 
@@ -119,8 +142,7 @@ def test_a_missing_set_is_a_failure_with_the_way_to_make_one(mpirun: MpiRun, tmp
 def test_ranks_on_one_core_are_a_warning(mpirun: MpiRun) -> None:
     if len(os.sched_getaffinity(0)) == 1:
         pytest.skip("this machine has one core")
-    code = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nfrom mpi_tp.doctor.__main__ import main\nmain([])"
-    result = mpirun(2, "-c", code, env=WITHOUT_GPU, timeout=300)
+    result = mpirun(2, "-c", ONE_CORE, env=WITHOUT_GPU, timeout=300)
     assert result.returncode == 0
     assert rows(result)["core binding"] == "warning"
     assert "ranks 0, 1" in result.stdout
@@ -151,8 +173,17 @@ def test_a_rank_that_does_not_answer_is_named(mpirun: MpiRun) -> None:
     assert words == "mpi_tp: [rank 0/2] rank 1 did not answer in time: no further checks were made"
 
 
-@pytest.mark.parametrize(("program", "stream"), [("mpi_tp.doctor", "stdout"), ("mpi_tp.infer", "stderr")])
-@pytest.mark.parametrize("rank", [0, 1])
+def test_infer_compares_versions_before_it_loads(mpirun: MpiRun, sets: dict[int, Path]) -> None:
+    result = mpirun(2, "-c", UNEQUAL, "--shards", sets[2], env=WITHOUT_GPU, timeout=300)
+    assert result.returncode == 78
+    (line,) = last_words(result.stderr)
+    assert re.search(r"rank 1 on \S+ has torch 2\.11, rank 0 on \S+ has 2\.10: start all ranks from one", line)
+
+
+@pytest.mark.parametrize(
+    ("program", "stream", "rank"),
+    [("mpi_tp.doctor", "stdout", 0), ("mpi_tp.doctor", "stdout", 1), ("mpi_tp.infer", "stderr", 0)],
+)
 def test_a_row_of_singletons(program: str, stream: str, rank: int) -> None:
     env = alone(SLURM_STEP_NUM_TASKS="2", SLURM_PROCID=str(rank), **WITHOUT_GPU)
     result = subprocess.run(
