@@ -186,7 +186,10 @@ def before_mpi() -> Iterator[None]:
             if isinstance(error, JobError):
                 sys.stderr.write(f"mpi_tp: {' '.join(str(error).split())}\n")
             if not speaks and exit_code:
-                time.sleep(_END_SECONDS)  # the launcher ends all ranks with the first: let that be the one that speaks
+                # The launcher ends all ranks with the first: let that be the one that speaks. Slurm takes the highest
+                # code, which is that of a signal, if one dies of it.
+                signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_code))
+                time.sleep(_END_SECONDS)
             sys.exit(exit_code)
 
 

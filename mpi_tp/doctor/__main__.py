@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     from mpi_tp.doctor.examination import examine  # torch, which --help and a wrong flag need not wait for
 
     shards = None if args.shards is None else Path(args.shards)
-    launch.run(lambda job: examine(job, shards), check_world=_check_world)
+    launch.run(lambda job: examine(job.world, shards), check_world=_check_world)
 
 
 def _parser() -> argparse.ArgumentParser:

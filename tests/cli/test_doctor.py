@@ -39,7 +39,7 @@ def stop_second(world):
     return panel.Check(check.name, lambda: [], check.judge, 2.0)
 
 gpus.devices_check = stop_second
-launch.run(lambda job: examination.examine(job, None))
+launch.run(lambda job: examination.examine(job.world, None))
 """
 
 # Two ranks that see the same GPU, of which there is none.

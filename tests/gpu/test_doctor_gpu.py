@@ -10,7 +10,6 @@ import torch
 from mpi_tp.devices import Gpu, visible_gpus
 from mpi_tp.doctor import links
 from mpi_tp.doctor.examination import examine
-from mpi_tp.launch import Job
 from mpi_tp.memory import available_bytes
 from tests.support.mpi_session import WORLD
 from tests.support.sets import make_sets, save_checkpoint
@@ -26,7 +25,7 @@ def nvidia_smi(field: str) -> list[str]:
 
 def rows(capfd: pytest.CaptureFixture[str], directory: Path | None, code: int) -> dict[str, str]:
     """Examine all ranks; return rank 0's rows by name, on the others nothing."""
-    assert examine(Job(WORLD, 300.0), directory) == code
+    assert examine(WORLD, directory) == code
     lines = capfd.readouterr().out.partition("\n\n")[0].splitlines()
     return {line[9:23].strip(): f"{line[:9].strip()}: {line[24:]}" for line in lines if not line.startswith(" ")}
 
