@@ -29,7 +29,7 @@ class Place:
 
 def launcher_check() -> Check[Place]:
     """That there is one world; which ranks are where."""
-    return Check("launcher", find_place, judge_places)
+    return Check("launcher", find_place, judge_places, seconds=20.0)
 
 
 def find_place() -> Place:

@@ -103,6 +103,7 @@ def read_sample(path: Path, most_bytes: int, most_seconds: float) -> Sample:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             file_bytes, position = os.fstat(descriptor).st_size, 0
+            os.fdatasync(descriptor)  # what is not on the disk yet stays in the page cache
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             start = time.monotonic()
             while position < min(file_bytes, most_bytes) and time.monotonic() - start < most_seconds:
