@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from mpi_tp.errors import ConfigurationError, JobError, StoppedError
+from mpi_tp.launcher import check_launcher, launched_rank
 from mpi_tp.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -139,13 +140,19 @@ class Job:
             self.world.Abort(exit_code)
 
 
-def run(main: Callable[[Job], int], stall_timeout: float = 300.0) -> NoReturn:
+def run(
+    main: Callable[[Job], int],
+    stall_timeout: float = 300.0,
+    check_world: Callable[[int, Mapping[str, str]], None] = check_launcher,
+) -> NoReturn:
     """Start MPI, call `main(job)` on every rank and exit with what it returns.
+
+    Before that, `check_world(world size, environment)` raises `ConfigurationError` if the ranks are no world.
 
     Whatever goes wrong on one rank ends all of them with one line on stderr: a `JobError` with its own exit code, a
     signal, or `stall_timeout` seconds without progress with 75, anything else with a traceback and 70.
     """
-    job = _start(stall_timeout)
+    job = _start(stall_timeout, check_world)
     try:
         _heed_signals()
         exit_code = main(job)
@@ -157,7 +164,7 @@ def run(main: Callable[[Job], int], stall_timeout: float = 300.0) -> NoReturn:
 
 def join(stall_timeout: float = 300.0) -> Job:
     """Start MPI in a script that does without `run`; an exception that it does not catch ends all ranks likewise."""
-    job = _start(stall_timeout)
+    job = _start(stall_timeout, check_launcher)
     sys.excepthook = lambda _, error, __: job.fail(error)
     _heed_signals()
     return job
@@ -179,39 +186,14 @@ def before_mpi() -> Iterator[None]:
             if isinstance(error, JobError):
                 sys.stderr.write(f"mpi_tp: {' '.join(str(error).split())}\n")
             if not speaks and exit_code:
-                time.sleep(_END_SECONDS)  # the launcher ends all ranks with the first: let that be the one that speaks
+                # The launcher ends all ranks with the first: let that be the one that speaks. Slurm takes the highest
+                # code, which is that of a signal, if one dies of it.
+                signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_code))
+                time.sleep(_END_SECONDS)
             sys.exit(exit_code)
 
 
-def launched_rank(environ: Mapping[str, str]) -> int:
-    """Return the rank by the launcher's own account, which is there before MPI is; 0 without a launcher."""
-    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
-        if name in environ:
-            return int(environ[name])
-    return 0
-
-
-def check_launcher(world_size: int, environ: Mapping[str, str]) -> None:
-    """Raise `ConfigurationError` if the launcher started several processes, each of which is a world of its own.
-
-    That happens without any error where the launcher is not the one of mpi4py's MPI.
-    """
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
-        if name == "SLURM_NTASKS" and "SLURM_STEP_ID" not in environ:
-            continue  # a batch script's own: the tasks it may start
-        if name in environ:
-            launched = int(environ[name])
-            break
-    else:
-        return
-    if launched > 1 and world_size == 1:
-        raise ConfigurationError(
-            f"the launcher started {launched} ranks ({name}), but MPI sees {world_size}: start with the mpirun of the "
-            "MPI that mpi4py uses, or with srun --mpi=pmix (srun --mpi=list shows the choice)"
-        )
-
-
-def _start(stall_timeout: float) -> Job:
+def _start(stall_timeout: float, check_world: Callable[[int, Mapping[str, str]], None]) -> Job:
     with before_mpi():
         try:
             from mpi4py import MPI
@@ -219,7 +201,7 @@ def _start(stall_timeout: float) -> Job:
             raise ConfigurationError(
                 f'mpi4py finds no MPI ({error}): load your site\'s MPI module, or pip install "mpi-tp[mpi]"'
             ) from error
-        check_launcher(MPI.COMM_WORLD.size, os.environ)
+        check_world(MPI.COMM_WORLD.size, os.environ)
     return Job(MPI.COMM_WORLD, stall_timeout)
 
 

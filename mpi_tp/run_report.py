@@ -1,23 +1,19 @@
 """How a run went: the last line on stderr, and the record beside the output by which it can be repeated."""
 
 import os
-import platform
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from mpi_tp import __version__
 from mpi_tp.infer_options import InferOptions
 from mpi_tp.memory import peak_bytes
 from mpi_tp.session import Session
-
-PACKAGES = ("torch", "mpi4py", "numpy", "h5py", "numba", "tokenizers")
+from mpi_tp.versions import versions
 
 
 class Figures(Protocol):
@@ -70,12 +66,6 @@ class RunReport:
             "start_seconds": self.start_seconds,
             "figures": vars(self.figures),
         }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of what a result may depend on."""
-    own = {"mpi-tp": __version__, "python": platform.python_version()}
-    return own | {name: version(name) for name in PACKAGES}
 
 
 def seconds_since_start() -> float:

@@ -1,5 +1,6 @@
 """One rank's part of a model, ready to run: the way from weights to an engine that all programs share."""
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from mpi_tp.models.families import parse_config
 from mpi_tp.models.mlp_stack import MLPStack
 from mpi_tp.shards.reader import ShardSet
 from mpi_tp.tokenizer import Tokenizer
+from mpi_tp.versions import check_same_versions, versions
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,9 @@ def open_machine(job: Job, options: MachineOptions, weights_dtype: torch.dtype) 
 
     Raises ConfigurationError, on all ranks alike, where these do not fit together.
     """
+    with job.phase("comparing versions"):
+        hosts, by_rank = zip(*job.world.allgather((socket.gethostname(), versions())), strict=True)
+        check_same_versions(hosts, by_rank)
     with job.phase("choosing devices"):
         device = choose_device(job.world, options.device, options.share_gpu)
         kernels = select(device, options.numerics, weights_dtype)

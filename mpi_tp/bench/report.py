@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from mpi_tp.bench.settings import BenchOptions
-from mpi_tp.run_report import device_name, versions
+from mpi_tp.run_report import device_name
 from mpi_tp.session import Machine
+from mpi_tp.versions import versions
 
 Row = Mapping[str, Any]
 """One measurement: texts, numbers, or None for what was not measured here. All rows of a bench have the same keys."""

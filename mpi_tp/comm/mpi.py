@@ -152,3 +152,11 @@ def _summable(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copy_back(host: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if host is tensor else tensor.copy_(host)
+
+
+def library_version() -> str:
+    """Return name and version of the MPI library."""
+    from mpi4py import MPI
+
+    text: str = MPI.Get_library_version()
+    return " ".join(text.partition("\n")[0].partition(",")[0].replace("\0", "").split())

@@ -193,3 +193,13 @@ def _allow_one_gpu(rank: int) -> None:
         "NCCL_MAX_CTAS": "1",
     }.items():
         os.environ.setdefault(name, value)
+
+
+def library_version() -> str:
+    """Return the version of the NCCL library that this process would use, "none" without one."""
+    try:
+        import nccl.core as nccl
+    except ImportError:
+        return "none"
+    found = nccl.get_version().libnccl
+    return str(found.version) if found else "none"
