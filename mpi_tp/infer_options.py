@@ -204,6 +204,6 @@ def add_tensor_parallel_flag(flags: Flags) -> None:
         "--tensor-parallel",
         metavar="N",
         type=positive_int,
-        help="ranks that each replica of the model is split over; more ranks, a multiple of N, serve as so many replicas "
-        "(the shard set's ranks)",
+        help="ranks that each replica of the model is split over; a multiple of N ranks serves as so many replicas "
+        "(the shard set's)",
     )

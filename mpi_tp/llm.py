@@ -72,7 +72,9 @@ class LLM:
             result: list[Outcome] = self._job.world.bcast(outcomes)
         return result
 
-    def _lead(self, engine: ServingEngine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Outcome]:
+    def _lead(
+        self, engine: ServingEngine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         for key, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             try:

@@ -1,10 +1,11 @@
 """How the ranks of a job divide into replicas of a model, each of which is split over its ranks."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from mpi_tp.comm.base import Mail
 from mpi_tp.comm.mail import MpiMail
+from mpi_tp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -23,6 +24,20 @@ class Replicas:
     """Between the first ranks of all replicas; None on other ranks, and if there is one replica only."""
 
 
+def check_multiple(size: int, ranks: int) -> None:
+    """Raise ConfigurationError if `size` ranks are no whole number of replicas of `ranks` ranks each."""
+    if size % ranks:
+        raise ConfigurationError(
+            f"--tensor-parallel is {ranks} but mpirun started {size} ranks: use -np {ranks} or a multiple of it"
+        )
+
+
+def check_single(what: str, size: int, ranks: int) -> None:
+    """Raise ConfigurationError if `size` ranks are more than one replica of `ranks` ranks, for what can use but one."""
+    if size > ranks:
+        raise ConfigurationError(f"{what} uses one replica of {ranks} ranks but mpirun started {size}: use -np {ranks}")
+
+
 def divide(world: "MPI.Intracomm", ranks: int) -> Replicas:
     """Make replicas of `ranks` consecutive ranks each, which `world` is a multiple of; collective.
 
@@ -32,5 +47,5 @@ def divide(world: "MPI.Intracomm", ranks: int) -> Replicas:
     if world.size == ranks:
         return Replicas(1, 0, world, None)
     index, rank = divmod(world.rank, ranks)
-    peers = world.Split(rank, index)
-    return Replicas(world.size // ranks, index, world.Split(index, rank), MpiMail(peers) if rank == 0 else None)
+    own, peers = (cast("MPI.Intracomm", world.Split(color, world.rank)) for color in (index, rank))
+    return Replicas(world.size // ranks, index, own, MpiMail(peers) if rank == 0 else None)

@@ -82,7 +82,8 @@ def open_shards(job: Job, directory: Path, tensor_parallel: int | None = None) -
 def open_machine(job: Job, options: MachineOptions, weights_dtype: torch.dtype, ranks: int | None = None) -> Machine:
     """Choose devices and kernels and connect the ranks of each replica; collective.
 
-    A replica has `ranks` ranks, which the job's are a multiple of; None takes all. Raises ConfigurationError, on all ranks alike, where these do not fit together.
+    A replica has `ranks` ranks, which the job's are a multiple of; None takes all of them. Raises ConfigurationError,
+    on all ranks alike, where these do not fit together.
     """
     with job.phase("choosing devices"):
         device = choose_device(job.world, options.device, options.share_gpu)

@@ -12,6 +12,7 @@ from mpi_tp.errors import ConfigurationError
 from mpi_tp.launch import Job
 from mpi_tp.models.families import parse_config, tensor_table
 from mpi_tp.partition.plan import Plan, Strategy, plan_shards
+from mpi_tp.replicas import check_multiple
 from mpi_tp.session import Machine, Session, load_shards, open_shards
 from mpi_tp.shards.reader import ShardSet
 
@@ -24,26 +25,31 @@ class ChosenModel:
     config: ModelConfig
     strategy: Strategy
     dtype: torch.dtype
+    ranks: int
+    """How many a replica is split over."""
 
     @classmethod
-    def open(cls, job: Job, choice: ModelChoice) -> "ChosenModel":
+    def open(cls, job: Job, choice: ModelChoice, tensor_parallel: int | None = None) -> "ChosenModel":
         """Open the shard set, or read the shape's config; collective.
 
+        A shape is split over `tensor_parallel` ranks, None takes all of the job.
         Raises FileError and ConfigurationError as `open_shards`, ConfigurationError if it is no language model.
         """
         if choice.shape:
             source: ShardSet | Shape = choice.shape
             strategy, dtype = choice.strategy, getattr(torch, choice.dtype)
+            ranks = tensor_parallel or job.size
+            check_multiple(job.size, ranks)
         else:
             assert choice.shards is not None
-            source = open_shards(job, choice.shards)
-            strategy, dtype = source.strategy, source.weights_dtype
+            source = open_shards(job, choice.shards, tensor_parallel)
+            strategy, dtype, ranks = source.strategy, source.weights_dtype, source.ranks
         config = parse_config(source.config)
         if not isinstance(config, ModelConfig):
             raise ConfigurationError(
                 f"{choice.name} is a model of type {config.model_type}: this measures language models"
             )
-        return cls(source, config, strategy, dtype)
+        return cls(source, config, strategy, dtype, ranks)
 
     def load(self, machine: Machine) -> Session:
         """Load or make up this rank's weights; collective. Raises FileError and ConfigurationError."""

@@ -20,6 +20,7 @@ from mpi_tp.bench.settings import (
     ThroughputOptions,
 )
 from mpi_tp.launch import Job
+from mpi_tp.replicas import check_single
 from mpi_tp.session import Machine, open_machine, open_shards
 
 
@@ -54,14 +55,16 @@ def _measure(job: Job, options: BenchOptions) -> tuple[Machine, Chart, list[Row]
     match options.settings:
         case DecodeOptions() as settings:
             model = ChosenModel.open(job, settings.model)
+            check_single("bench decode", job.size, model.ranks)
             machine = open_machine(job, options.machine, model.dtype)
             return machine, decode.CHART, decode.measure(machine, model, settings)
         case ThroughputOptions() as settings:
-            model = ChosenModel.open(job, settings.model)
-            machine = open_machine(job, options.machine, model.dtype)
+            model = ChosenModel.open(job, settings.model, options.machine.tensor_parallel)
+            machine = open_machine(job, options.machine, model.dtype, model.ranks)
             return machine, throughput.CHART, throughput.measure(machine, model, settings)
         case LoadOptions() as settings:
             shards = open_shards(job, settings.shards)
+            check_single("bench load", job.size, shards.ranks)
             machine = open_machine(job, options.machine, shards.weights_dtype)
             return machine, load.CHART, load.measure(machine, shards, settings.rounds)
         case CommOptions() as settings:
@@ -74,6 +77,8 @@ def _measure(job: Job, options: BenchOptions) -> tuple[Machine, Chart, list[Row]
 def _measure_comm(job: Job, options: BenchOptions, settings: CommOptions) -> tuple[Machine, Chart, list[Row]]:
     dtype: torch.dtype = getattr(torch, settings.dtype)
     model = ChosenModel.open(job, settings.model) if settings.model else None
+    if model:
+        check_single("bench comm", job.size, model.ranks)
     with comm.nccl_log(job.rank) as log:
         machine = open_machine(job, options.machine, dtype)
         messages = comm.generic_messages(machine.device, dtype)
