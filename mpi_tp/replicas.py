@@ -32,12 +32,6 @@ def check_multiple(size: int, ranks: int) -> None:
         )
 
 
-def check_single(what: str, size: int, ranks: int) -> None:
-    """Raise ConfigurationError if `size` ranks are more than one replica of `ranks` ranks, for what can use but one."""
-    if size > ranks:
-        raise ConfigurationError(f"{what} uses one replica of {ranks} ranks but mpirun started {size}: use -np {ranks}")
-
-
 def divide(world: "MPI.Intracomm", ranks: int) -> Replicas:
     """Make replicas of `ranks` consecutive ranks each, which `world` is a multiple of; collective.
 

@@ -25,37 +25,50 @@ class ChosenModel:
     config: ModelConfig
     strategy: Strategy
     dtype: torch.dtype
-    ranks: int
-    """How many a replica is split over."""
 
     @classmethod
     def open(cls, job: Job, choice: ModelChoice, tensor_parallel: int | None = None) -> "ChosenModel":
         """Open the shard set, or read the shape's config; collective.
 
-        A shape is split over `tensor_parallel` ranks, None takes all of the job.
+        `tensor_parallel` is how many ranks the set must have, None if nothing is said of it.
         Raises FileError and ConfigurationError as `open_shards`, ConfigurationError if it is no language model.
         """
         if choice.shape:
             source: ShardSet | Shape = choice.shape
             strategy, dtype = choice.strategy, getattr(torch, choice.dtype)
-            ranks = tensor_parallel or job.size
-            check_multiple(job.size, ranks)
         else:
             assert choice.shards is not None
             source = open_shards(job, choice.shards, tensor_parallel)
-            strategy, dtype, ranks = source.strategy, source.weights_dtype, source.ranks
+            strategy, dtype = source.strategy, source.weights_dtype
         config = parse_config(source.config)
         if not isinstance(config, ModelConfig):
             raise ConfigurationError(
                 f"{choice.name} is a model of type {config.model_type}: this measures language models"
             )
-        return cls(source, config, strategy, dtype, ranks)
+        return cls(source, config, strategy, dtype)
 
     def load(self, machine: Machine) -> Session:
         """Load or make up this rank's weights; collective. Raises FileError and ConfigurationError."""
         if isinstance(self.source, ShardSet):
             return load_shards(machine, self.source)
         return open_random_session(machine, self.source, self.strategy, self.dtype)
+
+    def replica_ranks(self, size: int, tensor_parallel: int | None) -> int:
+        """Return how many of the job's `size` ranks a replica has: a set's own, `tensor_parallel` or all for a shape.
+
+        Raises ConfigurationError if they are no whole number of replicas.
+        """
+        ranks = self.source.ranks if isinstance(self.source, ShardSet) else tensor_parallel or size
+        check_multiple(size, ranks)
+        return ranks
+
+    def check_single(self, what: str, size: int) -> None:
+        """Raise ConfigurationError if the job's `size` ranks are several replicas, for what measures but one."""
+        ranks = self.replica_ranks(size, None)
+        if size > ranks:
+            raise ConfigurationError(
+                f"{what} uses one replica of {ranks} ranks but mpirun started {size}: use -np {ranks}"
+            )
 
     def plan(self, ranks: int) -> Plan:
         """Return how the tensors are split over the ranks."""
