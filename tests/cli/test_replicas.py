@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from tests.cli.conftest import MpiRun
 from tests.cli.test_infer_faults import SlowInput, rank_pids, read_record
 from tests.cli.test_launch import last_words
+from tests.support.hosts import Hosts
 from tests.support.sets import make_sets, save_checkpoint
 
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -50,7 +51,7 @@ def infer(
         ranks, "-m", "mpi_tp.infer", *files, *SAMPLING, *batch, *flags, env={**ON_CPU, **(env or {})}, timeout=240
     )
     assert result.returncode == 0, result.stderr
-    (line,) = result.stderr.splitlines()
+    (line,) = last_words(result.stderr)
     assert "28 lines, 4 errors" in line
     return output
 
@@ -149,3 +150,67 @@ def test_a_replica_that_stalls_ends_the_job(mpirun: MpiRun, folder: Path, tmp_pa
     (line,) = last_words(err)
     assert f"[rank {1 - rank}/2]" in line
     assert ("no progress for 4 s" if rank == 0 else "replica 1 of 2 has work and has not been heard of") in line
+
+
+# --- on several hosts ---
+
+
+@pytest.fixture(scope="module")
+def hosts(mpirun: MpiRun, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    if not mpirun.is_open_mpi:
+        pytest.skip("hosts are told by Open MPI's settings")
+    with Hosts(tmp_path_factory.mktemp("hosts")) as hosts:
+        yield hosts
+
+
+PROGRAM = """
+import socket
+import torch
+from mpi_tp import launch
+from mpi_tp.devices import choose_device, connect, ranks_sharing
+from mpi_tp.replicas import divide
+
+def main(job):
+    # As if each host had two GPUs that all its ranks see.
+    torch.cuda.device_count = lambda: 2
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.get_device_properties = lambda device: type("P", (), {"uuid": f"{socket.gethostname()}-{device.index}"})
+    device = choose_device(job.world, "auto", share_gpu=False)
+    sharing = ranks_sharing(job.world, torch.device("cpu"))
+    replicas = divide(job.world, 3)
+    comm = connect(replicas.ranks, "mpi", torch.device("cpu"), False)
+    gathered = comm.all_gather(torch.full((2, 4), float(job.rank)), [4] * comm.size)
+    facts = (socket.gethostname(), str(device), sharing, comm._shared is not None, gathered[1, ::4].tolist())
+    everyone = job.world.gather(facts)
+    if job.rank == 0:
+        import json
+        print(json.dumps(everyone))
+    return 0
+
+launch.run(main)
+"""
+
+
+def test_ranks_are_grouped_by_host(mpirun: MpiRun, hosts: Hosts, tmp_path: Path) -> None:
+    """Devices are counted on each host anew, and memory is shared by the ranks of one host only."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    first, second = hosts.names
+    result = mpirun(3, program, env=hosts.environment(2, 1), timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == [
+        [first, "cuda:0", 2, False, [0.0, 1.0, 2.0]],
+        [first, "cuda:1", 2, False, [0.0, 1.0, 2.0]],
+        [second, "cuda:0", 1, False, [0.0, 1.0, 2.0]],
+    ]
+
+
+def test_replicas_within_a_host_and_across_hosts_give_the_same_bytes(
+    mpirun: MpiRun, hosts: Hosts, folder: Path, one_replica: bytes
+) -> None:
+    """Replica 0 has both its ranks on the first host; replica 1 has one on each."""
+    output = infer(mpirun, folder, 4, 2, env=hosts.environment(3, 1))
+    assert output.read_bytes() == one_replica
+    facts = json.loads(output.with_name(f"{output.name}.meta.json").read_text())
+    first, second = hosts.names
+    assert [rank["host"] for rank in facts["ranks"]] == [first, first, first, second]
