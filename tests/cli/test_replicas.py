@@ -97,6 +97,13 @@ def test_what_makes_no_replicas_is_told_once(
     assert said in line
 
 
+def test_what_measures_one_replica_refuses_several(mpirun: MpiRun, folder: Path) -> None:
+    result = mpirun(2, "-m", "mpi_tp.bench", "decode", "--shards", folder / "shards-1", env=ON_CPU)
+    assert result.returncode == 78
+    (line,) = last_words(result.stderr)
+    assert "bench decode uses one replica of 1 ranks but mpirun started 2: use -np 1" in line
+
+
 def test_a_script_gets_all_outcomes_on_all_ranks(mpirun: MpiRun, folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -1,115 +1,23 @@
 """Several replicas behind one engine: who gets what, and that nothing is lost; scripts play the models."""
 
-import functools
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from mpi_tp.comm.single import SingleCommunicator
 from mpi_tp.comm.threads import run_ranks
-from mpi_tp.engine.block_pool import BlockPool
-from mpi_tp.engine.engine import Engine, Outcome
+from mpi_tp.engine.engine import Outcome
 from mpi_tp.engine.replica import Assignment, Report, Request, serve_replica
 from mpi_tp.engine.replicated import ReplicatedEngine
 from mpi_tp.engine.request import SamplingParams
-from mpi_tp.engine.scheduler import Scheduler
-from mpi_tp.errors import ConfigurationError, StoppedError
+from mpi_tp.errors import ConfigurationError
 from mpi_tp.replicas import check_multiple
 from tests.support.engines import Setting, build_engine, build_runner, serve
 from tests.support.mail import QueueMail, mail_of_threads
+from tests.support.replicas import BATCH_SIZE, WINDOW, Cluster, CountingEngine, answer_of, run, tokens
 from tests.support.tiny import tiny_model
-from tests.unit.test_engine_stop import ScriptedRunner
-
-VOCABULARY = 10
-BATCH_SIZE = 4
-WINDOW = 6
-
-
-class CountingEngine(Engine):
-    """Always says token 3; knows which requests it got, and how often it was kept alive."""
-
-    def __init__(self, batch_size: int = BATCH_SIZE, num_blocks: int = 40) -> None:
-        super().__init__(
-            SingleCommunicator(),
-            ScriptedRunner([3] * 200, VOCABULARY),
-            Scheduler(BlockPool(num_blocks), batch_size),
-            None,
-            context_length=100,
-            eos_token_ids=frozenset(),
-            vocab_size=VOCABULARY,
-        )
-        self.submitted: list[Any] = []
-        self.most_at_once = 0
-        self.times_kept_alive = 0
-        self.is_closed = False
-
-    def submit(self, key: Any, prompt: Any, params: SamplingParams) -> None:
-        self.submitted.append(key)
-        super().submit(key, prompt, params)
-        self.most_at_once = max(self.most_at_once, self.num_waiting + self.num_running)
-
-    def keep_alive(self) -> None:
-        self.times_kept_alive += 1
-        super().keep_alive()
-
-    def close(self) -> None:
-        self.is_closed = True
-        super().close()
-
-
-def run(engine: ReplicatedEngine) -> dict[Any, Outcome]:
-    """Return every request's outcome, of which it may have but one."""
-    outcomes: dict[Any, Outcome] = {}
-    while not engine.is_idle:
-        for outcome in engine.step():
-            assert outcome.key not in outcomes
-            outcomes[outcome.key] = outcome
-    return outcomes
-
-
-@dataclass
-class Cluster:
-    """An engine over replicas, of which the others run in threads."""
-
-    engines: list[Any]
-    stall_timeout: float = 60.0
-    steps: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        own, *others = mail_of_threads(len(self.engines))
-        self.steps = [0] * len(self.engines)
-        self._threads = [
-            threading.Thread(target=serve_replica, args=(engine, mail, functools.partial(self._count, mail.rank)))
-            for engine, mail in zip(self.engines[1:], others, strict=True)
-        ]
-        for thread in self._threads:
-            thread.start()
-        self.engine = ReplicatedEngine(self.engines[0], own, BATCH_SIZE, self.stall_timeout)
-
-    def run(self) -> dict[Any, Outcome]:
-        return run(self.engine)
-
-    def close(self) -> None:
-        self.engine.close()
-        for thread in self._threads:
-            thread.join(60)
-            assert not thread.is_alive()
-        assert all(engine.is_closed for engine in self.engines)
-
-    def _count(self, rank: int) -> None:
-        self.steps[rank] += 1
-
-
-def answer_of(num_tokens: int, n: int = 1) -> SamplingParams:
-    return SamplingParams(num_tokens, n=n, ignore_eos=True)
-
-
-def tokens(outcome: Outcome) -> list[int]:
-    return [len(completion.token_ids) for completion in outcome.completions]
 
 
 def test_every_request_has_its_outcome_under_its_own_key() -> None:
@@ -256,72 +164,6 @@ def test_a_cancelled_request_leaves_the_replica_that_runs_it() -> None:
     assert tokens(cluster.run()[1]) == [2]
     cluster.close()
     assert all(engine.blocks_in_use == 0 for engine in cluster.engines)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def test_rank_0_keeps_all_alive_while_it_waits_for_input() -> None:
-    cluster = Cluster([CountingEngine(), CountingEngine()])
-    cluster.engine.keep_alive()
-    wait_for(lambda: cluster.steps[1] == 1)
-    assert [engine.times_kept_alive for engine in cluster.engines] == [1, 1]
-    cluster.close()
-
-
-def test_idle_replicas_are_kept_alive_while_another_works() -> None:
-    cluster = Cluster([CountingEngine() for _ in range(3)], stall_timeout=0.4)
-
-    class BusyEngine(CountingEngine):
-        """Is at it until the others have been kept alive."""
-
-        def step(self) -> list[Outcome]:
-            time.sleep(0.01)
-            return super().step() if cluster.engines[2].times_kept_alive else []
-
-    cluster.engines[0].__class__ = BusyEngine
-    cluster.engine.submit(0, [1], answer_of(3))
-    assert tokens(cluster.run()[0]) == [3]
-    cluster.close()
-    assert cluster.engines[1].times_kept_alive > 0
-
-
-def test_a_replica_at_work_lets_rank_0_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpi_tp.engine.replica.KEEP_ALIVE_SECONDS", 0.0)
-    mail, other = mail_of_threads(2)
-    thread = threading.Thread(target=serve_replica, args=(CountingEngine(), other, lambda: None))
-    thread.start()
-    mail.send(Assignment([Request(7, [1], answer_of(5))]), 1)
-    reports: list[Report] = []
-    while not (reports and reports[-1].outcomes):
-        reports += [each for _, each in mail.receive(1.0)]
-    assert [each.num_sampled for each in reports] == [1, 2, 3, 4, 5]
-    assert [outcome.key for outcome in reports[-1].outcomes] == [7]
-    mail.send(None, 1)
-    thread.join(60)
-    assert not thread.is_alive()
-
-
-def test_a_replica_that_is_not_heard_of_ends_the_job() -> None:
-    mail, _, _ = mail_of_threads(3)
-    engine = ReplicatedEngine(CountingEngine(), mail, BATCH_SIZE, stall_timeout=0.2)
-    for key in range(2):
-        engine.submit(key, [1], answer_of(1))
-    with pytest.raises(StoppedError, match=r"replica 1 of 3 has work and has not been heard of for 0\.2 s"):
-        run(engine)
-
-
-def test_an_idle_replica_makes_no_progress_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or nobody would notice that rank 0 is gone."""
-    monkeypatch.setattr("mpi_tp.engine.replica.PATIENCE_SECONDS", 0.001)
-    cluster = Cluster([CountingEngine(), CountingEngine()])
-    time.sleep(0.05)
-    assert cluster.steps == [0, 0]
-    cluster.close()
 
 
 def test_closing_drops_what_is_not_finished() -> None:
