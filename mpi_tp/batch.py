@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mpi_tp.engine.engine import Engine, Outcome
+from mpi_tp.engine.base import ServingEngine
+from mpi_tp.engine.engine import Outcome
 from mpi_tp.engine.request import RequestError
 from mpi_tp.line_feed import Line, LineFeed
 from mpi_tp.records import BadLine, InputLine, OrderedWriter, error_record, record
@@ -36,7 +37,7 @@ class BatchFigures:
 class Batch:
     """Keeps the engine supplied with lines and the writer with records until the input ends."""
 
-    def __init__(self, engine: Engine, feed: LineFeed, writer: OrderedWriter) -> None:
+    def __init__(self, engine: ServingEngine, feed: LineFeed, writer: OrderedWriter) -> None:
         self._engine = engine
         self._tokenizer = engine.tokenizer
         self._feed = feed

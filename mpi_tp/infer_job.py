@@ -9,7 +9,6 @@ from tqdm import tqdm
 
 from mpi_tp.batch import Batch, BatchFigures
 from mpi_tp.config import ModelConfig
-from mpi_tp.engine.engine import follow
 from mpi_tp.infer_options import STDIN, InferOptions
 from mpi_tp.launch import Job
 from mpi_tp.line_feed import Line, LineFeed
@@ -32,7 +31,7 @@ BUILT_IN_PROMPTS = (
 
 def infer(job: Job, options: InferOptions) -> int:
     """Serve the whole input and return the exit code; collective."""
-    shards = open_shards(job, options.shards)
+    shards = open_shards(job, options.shards, options.machine.tensor_parallel)
     serve = _serve_text if isinstance(parse_config(shards.config), ModelConfig) else serve_rows
     report = serve(job, shards, options)
     if report:
@@ -50,14 +49,14 @@ def _serve_text(job: Job, shards: ShardSet, options: InferOptions) -> RunReport 
             ends = _open_ends(options, files) if job.rank == 0 else None
         session = open_session(job, shards, options.machine)
         runner = open_runner(session)
-        engine = open_engine(session, runner)
+        engine, follow = open_engine(session, runner)
         start_seconds = seconds_since_start()
         with job.phase("generating"):
             if engine and ends:
-                figures = _lead(Batch(engine, *ends), options, job.progress)
+                figures = _lead(Batch(engine, *ends), options, session.replicas.count, job.progress)
                 engine.close()
             else:
-                follow(session.comm, runner, job.progress)
+                follow(job.progress)
         return gather_report(session, start_seconds, figures)
 
 
@@ -66,7 +65,7 @@ def _open_ends(options: InferOptions, files: contextlib.ExitStack) -> tuple[Line
     return LineFeed(_read_input(options)), files.enter_context(OrderedWriter.open(options.output))
 
 
-def _lead(batch: Batch, options: InferOptions, on_step: Callable[[], None]) -> BatchFigures:
+def _lead(batch: Batch, options: InferOptions, num_replicas: int, on_step: Callable[[], None]) -> BatchFigures:
     """Run the batch under a progress bar, which shows on a terminal only."""
     with tqdm(unit=" lines", disable=None, desc="generating") as bar:
 
@@ -74,7 +73,8 @@ def _lead(batch: Batch, options: InferOptions, on_step: Callable[[], None]) -> B
             on_step()
             bar.update(figures.num_records - bar.n)
 
-        batch.run(options.machine.max_batch_size, min(KEEP_ALIVE_SECONDS, options.stall_timeout / 4), update)
+        read_ahead = num_replicas * options.machine.max_batch_size
+        batch.run(read_ahead, min(KEEP_ALIVE_SECONDS, options.stall_timeout / 4), update)
     return batch.figures
 
 

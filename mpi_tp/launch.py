@@ -57,6 +57,7 @@ class Job:
         self.world = world
         self.rank: int = world.rank
         self.size: int = world.size
+        self.stall_timeout = stall_timeout
         self._control = world.Dup()  # its messages meet no others, whatever a failed rank was doing
         self._watchdog = Watchdog(stall_timeout, self._end_from_watchdog)
         self._watchdog.start(launched=self.size > 1)

@@ -40,6 +40,7 @@ class RunReport:
     """All ranks' figures and what the job did; `start_seconds` is from the program's start to the first input."""
 
     set_id: str
+    replicas: int
     start_seconds: float
     ranks: list[RankReport]
     figures: Figures
@@ -62,6 +63,7 @@ class RunReport:
             "versions": versions(),
             "options": {name: _plain(value) for name, value in asdict(options).items()},
             "job_id": os.environ.get("SLURM_JOB_ID"),
+            "replicas": self.replicas,
             "ranks": [asdict(rank) for rank in self.ranks],
             "start_seconds": self.start_seconds,
             "figures": vars(self.figures),
@@ -84,8 +86,8 @@ def gather_report(session: Session, start_seconds: float, figures: Figures | Non
         load_seconds=session.load_figures.seconds,
         peak_bytes=peak_bytes(session.device),
     )
-    ranks = session.comm.all_gather_object(mine)
-    return RunReport(session.shards.set_id, start_seconds, ranks, figures) if figures else None
+    ranks = session.job.world.allgather(mine)
+    return RunReport(session.shards.set_id, session.replicas.count, start_seconds, ranks, figures) if figures else None
 
 
 def device_name(device: torch.device) -> str:

@@ -35,7 +35,7 @@ def describe(options: BenchOptions, machine: Machine) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": versions() | {"cuda": torch.version.cuda},
         "comm": type(machine.comm).__name__,
-        "hardware": machine.comm.all_gather_object(mine),
+        "hardware": machine.job.world.allgather(mine),
         "job_id": os.environ.get("SLURM_JOB_ID"),
         "settings": plain(asdict(options.settings) | asdict(options.machine)),
     }

@@ -62,3 +62,21 @@ class Communicator(Protocol):
     def abort(self, exit_code: int) -> NoReturn:
         """End every rank of the job with `exit_code`, now."""
         ...
+
+
+class Mail(Protocol):
+    """Python objects from any rank to any other, of which nobody knows beforehand when they come."""
+
+    rank: int
+    size: int
+
+    def send(self, value: Any, dst: int) -> None:
+        """Send to rank `dst`; returns at once."""
+        ...
+
+    def receive(self, wait_seconds: float = 0.0) -> list[tuple[int, Any]]:
+        """Return what has arrived, each with the rank that sent it, in the order of its sending.
+
+        If nothing has, sleep until something has or `wait_seconds` have passed.
+        """
+        ...

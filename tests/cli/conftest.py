@@ -29,7 +29,8 @@ class MpiRun:
     def __init__(self, launcher: str) -> None:
         self._launcher = launcher
         version = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=True).stdout
-        self.stop_signal = signal.SIGUSR1 if "Open MPI" in version else signal.SIGTERM
+        self.is_open_mpi = "Open MPI" in version
+        self.stop_signal = signal.SIGUSR1 if self.is_open_mpi else signal.SIGTERM
         """What this launcher passes on to the ranks. (Open MPI's ends by SIGTERM, MPICH's by SIGUSR1.)"""
 
     def __call__(
