@@ -60,6 +60,7 @@ class Job:
         self.rank: int = world.rank
         self.size: int = world.size
         self.status = status
+        """What this rank is doing, for its last words; who knows more, its device say, adds it."""
         status.rank, status.size = self.rank, self.size
         last_words.world = world
         self._last_words = last_words

@@ -94,7 +94,8 @@ def gather_report(session: Session, start_seconds: float, figures: Figures | Non
         load_seconds=session.load_figures.seconds,
         peak_bytes=peak_bytes(session.device),
     )
-    ranks = session.comm.all_gather_object(mine)
+    with session.job.phase("gathering figures"):
+        ranks = session.comm.all_gather_object(mine)
     return RunReport(session.shards.set_id, start_seconds, ranks, figures) if figures else None
 
 

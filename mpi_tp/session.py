@@ -72,9 +72,11 @@ def open_machine(job: Job, options: MachineOptions, weights_dtype: torch.dtype) 
     """
     with job.phase("choosing devices"):
         device = choose_device(job.world, options.device, options.share_gpu)
+        job.status.device = str(device)
         kernels = select(device, options.numerics, weights_dtype)
     with job.phase("connecting"):
         comm = connect(job.world, options.comm, device, options.share_gpu)
+    job.watch(comm.failure)
     return Machine(job, options, device, kernels, comm)
 
 
