@@ -86,7 +86,8 @@ def gather_report(session: Session, start_seconds: float, figures: Figures | Non
         load_seconds=session.load_figures.seconds,
         peak_bytes=peak_bytes(session.device),
     )
-    ranks = session.job.world.allgather(mine)
+    with session.job.phase("gathering figures"):
+        ranks = session.job.world.allgather(mine)
     return RunReport(session.shards.set_id, session.replicas.count, start_seconds, ranks, figures) if figures else None
 
 

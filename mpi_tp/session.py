@@ -92,10 +92,12 @@ def open_machine(job: Job, options: MachineOptions, weights_dtype: torch.dtype, 
         check_same_versions(hosts, by_rank)
     with job.phase("choosing devices"):
         device = choose_device(job.world, options.device, options.share_gpu)
+        job.status.device = str(device)
         kernels = select(device, options.numerics, weights_dtype)
     with job.phase("connecting"):
         replicas = divide(job.world, ranks or job.size)
         comm = connect(replicas.ranks, options.comm, device, options.share_gpu)
+    job.watch(comm.failure)
     return Machine(job, options, device, kernels, replicas, comm)
 
 

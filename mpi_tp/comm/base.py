@@ -1,7 +1,7 @@
 """What a layer may ask of the other ranks.
 
 Tensors are named as in torch (`all_reduce`, `all_gather`, `broadcast`); Python objects go through
-`bcast_object` and `all_gather_object`. Every method but `send`, `recv` and `abort` is collective: all ranks
+`bcast_object` and `all_gather_object`. Every method but `send`, `recv`, `failure` and `abort` is collective: all ranks
 call it, in the same order, with tensors of the same dtype and device. Tensors must be contiguous.
 """
 
@@ -57,6 +57,10 @@ class Communicator(Protocol):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's Python object, in rank order, on every rank."""
+        ...
+
+    def failure(self) -> str | None:
+        """Return what has failed in the background, None if nothing; for another thread, makes no CUDA call."""
         ...
 
     def abort(self, exit_code: int) -> NoReturn:

@@ -99,6 +99,10 @@ class MpiCommunicator:
         """Return every rank's Python object, in rank order, on every rank."""
         return self._mpi.allgather(value)
 
+    def failure(self) -> str | None:
+        """Return None: what fails in MPI fails in the call."""
+        return None
+
     def abort(self, exit_code: int) -> NoReturn:
         """End every rank of the job with `exit_code`, now."""
         sys.stdout.flush()
