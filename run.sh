@@ -8,7 +8,7 @@
 #
 #   bash run.sh                    set up, shard a small demo model for 2 ranks, generate text
 #   bash run.sh test               install what the tests need and run all of them
-#   bash run.sh PROGRAM ARGS...    launch a program over MPI ranks: infer, bench
+#   bash run.sh PROGRAM ARGS...    launch a program over MPI ranks: infer, bench, doctor
 #   sbatch --ntasks=4 --gpus-per-node=4 run.sh PROGRAM ARGS...    the same as a Slurm job
 #
 # NP=4 sets the number of ranks. Otherwise it is that of the Slurm allocation, or that of the shard set.
@@ -18,7 +18,7 @@
 # limit, to this script alone, which hands it on. A job that starts again appends to its log.
 set -euo pipefail
 
-readonly PROGRAMS=(infer bench)
+readonly PROGRAMS=(infer bench doctor)
 readonly MAX_REQUEUES=5 # a job that fails the same way every time must end
 
 usage() { sed -n 's/^#   \(.*\)/\1/p; s/^# \(NP=.*\|Exit .*\)/\1/p' "${BASH_SOURCE[0]}"; }

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from mpi_tp.engine.engine import Engine, Outcome
+from mpi_tp.engine.base import ServingEngine
+from mpi_tp.engine.engine import Outcome
 from mpi_tp.engine.request import RequestError
 from mpi_tp.line_feed import LineFeed
 from mpi_tp.records import BadLine, InputLine, Line, error_record, record
@@ -53,7 +54,7 @@ class BatchFigures:
 class Batch:
     """Keeps the engine supplied with lines and the writer with records until the input ends."""
 
-    def __init__(self, engine: Engine, feed: LineFeed, writer: RecordWriter) -> None:
+    def __init__(self, engine: ServingEngine, feed: LineFeed, writer: RecordWriter) -> None:
         self._engine = engine
         self._tokenizer = engine.tokenizer
         self._feed = feed

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from mpi_tp.batch import Batch, BatchFigures
 from mpi_tp.config import ModelConfig
-from mpi_tp.engine.engine import Engine, follow
+from mpi_tp.engine.base import ServingEngine
 from mpi_tp.errors import StoppedError
 from mpi_tp.infer_options import STDIN, InferOptions
 from mpi_tp.kernels import is_invariant
@@ -43,7 +43,7 @@ BUILT_IN_PROMPTS = (
 
 def infer(job: Job, options: InferOptions) -> int:
     """Serve the whole input and return the exit code; collective."""
-    shards = open_shards(job, options.shards)
+    shards = open_shards(job, options.shards, options.machine.tensor_parallel)
     if options.share.count > 1 and job.rank == 0:
         print(f"mpi_tp: a task of a job array: serves {options.share}", file=sys.stderr)
     if isinstance(parse_config(shards.config), ModelConfig):
@@ -62,14 +62,16 @@ def _serve_text(job: Job, shards: ShardSet, options: InferOptions) -> None:
                 lines, output = _read_input(options), files.enter_context(_open_output(options, job))
         session = open_session(job, shards, options.machine)
         runner = open_runner(session)
-        engine = open_engine(session, runner)
+        engine, follow = open_engine(session, runner)
         start_seconds = seconds_since_start()
         with job.phase("generating"), job.stop.deferred():
             if engine and lines and output:
                 writer = _start_writer(output, shards, session)
-                figures = _lead(Batch(engine, LineFeed(writer.pending(lines)), writer), engine, options, job)
+                figures = _lead(
+                    Batch(engine, LineFeed(writer.pending(lines)), writer), engine, options, session.replicas.count, job
+                )
             else:
-                follow(session.comm, runner, lambda: _between_steps(job))
+                follow(lambda: _between_steps(job))
         with job.phase("writing the output"):
             if isinstance(writer, ResumableWriter):
                 writer.finish(job.progress)
@@ -113,7 +115,7 @@ def key_basis(shards: ShardSet, device_type: str, invariant: bool) -> dict[str, 
     }
 
 
-def _lead(batch: Batch, engine: Engine, options: InferOptions, job: Job) -> BatchFigures:
+def _lead(batch: Batch, engine: ServingEngine, options: InferOptions, num_replicas: int, job: Job) -> BatchFigures:
     """Run the batch under a progress bar, which shows on a terminal only, and release the other ranks."""
     with tqdm(unit=" lines", disable=None, desc="generating") as bar:
 
@@ -122,7 +124,8 @@ def _lead(batch: Batch, engine: Engine, options: InferOptions, job: Job) -> Batc
             _between_steps(job)
 
         try:
-            batch.run(options.machine.max_batch_size, min(KEEP_ALIVE_SECONDS, options.stall_timeout / 4), update)
+            read_ahead = num_replicas * options.machine.max_batch_size
+            batch.run(read_ahead, min(KEEP_ALIVE_SECONDS, options.stall_timeout / 4), update)
         except StoppedError as error:
             engine.close()
             raise StoppedError(f"{error}: {_how_to_go_on(batch.figures, options)}") from error

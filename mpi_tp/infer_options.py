@@ -16,7 +16,7 @@ from mpi_tp.options import parse, positive_float, positive_int, size
 STDIN: Literal["-"] = "-"
 
 SECTIONS = {
-    "parallel": {name: name for name in ("device", "share_gpu", "numerics")},
+    "parallel": {name: name for name in ("device", "share_gpu", "numerics", "tensor_parallel")},
     "communication": {"backend": "comm"},
     "batching": {name: name for name in ("max_batch_size", "kv_memory")},
     "sampling": {name: name for name in sorted(SAMPLING_FIELDS)},
@@ -100,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     add_device_flags(machine)
     add_batch_size_flag(machine, default=64)
     add_kv_memory_flag(machine)
+    add_tensor_parallel_flag(machine)
     return parser
 
 
@@ -200,7 +201,7 @@ def add_batch_size_flag(flags: Flags, default: int) -> None:
         metavar="B",
         type=positive_int,
         default=default,
-        help="most sequences that run at once (%(default)s)",
+        help="most sequences that run at once in a replica (%(default)s)",
     )
 
 
@@ -211,4 +212,15 @@ def add_kv_memory_flag(flags: Flags) -> None:
         metavar="SIZE",
         type=size,
         help="memory of each rank for keys and values, like 512M, 4GiB (what is free)",
+    )
+
+
+def add_tensor_parallel_flag(flags: Flags) -> None:
+    """Add how many ranks a replica has."""
+    flags.add_argument(
+        "--tensor-parallel",
+        metavar="N",
+        type=positive_int,
+        help="ranks that each replica of the model is split over; a multiple of N ranks serves as so many replicas "
+        "(the shard set's)",
     )

@@ -16,13 +16,13 @@ Plain `python -m` under MPI hangs when one rank raises: the exit hook of mpi4py 
 exception pass, but ends all ranks by `MPI_Abort`.
 """
 
+import atexit
 import contextlib
 import os
 import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -30,7 +30,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from mpi_tp.errors import ConfigurationError, JobError, StoppedError
+from mpi_tp.comm.heartbeat import Heartbeat
+from mpi_tp.comm.world import end_mpi, start_mpi
+from mpi_tp.errors import JobError, StoppedError
+from mpi_tp.last_words import LastWords, outcome
+from mpi_tp.launcher import check_launcher, launched_rank, launched_size
+from mpi_tp.status import Status, StatusFile
 from mpi_tp.stop_request import STOPPING as _STOPPING
 from mpi_tp.stop_request import StopRequest
 from mpi_tp.watchdog import Watchdog
@@ -39,9 +44,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _PATIENCE_SECONDS = 2.0  # how long a failed rank waits for the others to fail alike
-_TURN_SECONDS = 1.0  # ranks that fail without knowing of each other speak in turn; the first ends the others
-_LAST_TURN = 16
-_FORWARD_SECONDS = 0.2  # lets the launcher pass on the last words before it is told to end all ranks
 _END_SECONDS = 10.0  # how long a rank with nothing to say waits to be ended
 
 
@@ -50,16 +52,27 @@ class PeerError(JobError):
 
 
 class Job:
-    """The ranks that one launcher has started, and what this one of them is doing."""
+    """The ranks that one launcher has started, and what this one of them is doing; made by `run` and `join`."""
 
-    def __init__(self, world: "MPI.Intracomm", stall_timeout: float) -> None:
+    def __init__(self, world: "MPI.Intracomm", status: Status, watchdog: Watchdog, last_words: LastWords) -> None:
+        from mpi4py import MPI
+
         self.world = world
         self.rank: int = world.rank
         self.size: int = world.size
+        self.stall_timeout = watchdog.stall_timeout
+        self.status = status
+        """What this rank is doing, for its last words; who knows more, its device say, adds it."""
+        status.rank, status.size = self.rank, self.size
+        last_words.world = world
+        self._last_words = last_words
+        self._watchdog = watchdog
         self._control = world.Dup()  # its messages meet no others, whatever a failed rank was doing
+        self._heartbeat: Heartbeat | None = None
+        if self.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            self._heartbeat = watchdog.pulse = Heartbeat(world.Dup())
         self.stop = StopRequest(self._control)
-        self._watchdog = Watchdog(stall_timeout, self._end_from_watchdog)
-        self._watchdog.start(launched=self.size > 1)
+        self.watch(self.stop.overdue)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -76,11 +89,27 @@ class Job:
         """Tell the watchdog that the phase goes on: a piece is read, a step done. Idle loops call it too."""
         self._watchdog.progress()
 
+    def watch(self, failure: Callable[[], str | None]) -> None:
+        """End all ranks when `failure()`, which a thread asks now and then, returns a message."""
+        self._watchdog.failures.append(failure)
+
     def leave_together(self) -> None:
         """Wait until all ranks have come here. Raises `PeerError` if one has failed instead."""
-        guilty = self._guilty_rank(claim=None)
+        with self._watchdog.waiting():
+            guilty = self._guilty_rank(claim=None)
         if guilty is not None:
             raise PeerError(f"rank {guilty} has failed")
+
+    def finish(self) -> None:
+        """End MPI, once all ranks have come here and the watchdog no longer needs it."""
+        self._watchdog.enter("shutdown")
+        self.leave_together()
+        for number in _STOPPING:
+            signal.signal(number, signal.SIG_IGN)  # all is done
+        if self._heartbeat:
+            self._heartbeat.close()
+        self._last_words.world = None
+        end_mpi()
 
     def fail(self, error: BaseException) -> NoReturn:
         """End all ranks with `error`, told once: by the lowest of the ranks that failed alike."""
@@ -89,13 +118,11 @@ class Job:
         # A launcher stops the others when one has failed: those that were only stopped leave it the last word.
         was_stopped = isinstance(error, StoppedError | KeyboardInterrupt)
         claim = self.size + self.rank if was_stopped else self.rank
-        if isinstance(error, PeerError) or self._guilty_rank(claim) != self.rank:
-            time.sleep(_END_SECONDS)
-        exit_code, message = _outcome(error, self._watchdog.phase)
-        expected = isinstance(error, JobError | KeyboardInterrupt)
-        self._say(message, None if expected else error)
-        self._abort(exit_code)
-        sys.exit(exit_code)
+        with self._watchdog.waiting():
+            if isinstance(error, PeerError) or self._guilty_rank(claim) != self.rank:
+                time.sleep(_END_SECONDS)
+            exit_code, message, needs_traceback = outcome(error)
+            self._last_words.end(exit_code, message, error if needs_traceback else None)
 
     def _guilty_rank(self, claim: int | None) -> int | None:
         """Agree on the rank with the lowest claim, modulo `size`; collective. None if no rank has one.
@@ -109,57 +136,45 @@ class Job:
         mine = np.array([no_claim if claim is None else claim])
         lowest = np.empty_like(mine)
         request = self._control.Iallreduce(mine, lowest, MPI.MIN)
-        patience = _PATIENCE_SECONDS + _TURN_SECONDS * min(self.rank, _LAST_TURN)
+        patience = _PATIENCE_SECONDS + self._last_words.turn_seconds
         deadline = float("inf") if claim is None else time.monotonic() + patience
-        with self._watchdog.waiting():
-            while not request.Test():
-                if time.monotonic() > deadline:
-                    return self.rank
-                time.sleep(0.001)
+        while not request.Test():
+            if time.monotonic() > deadline:
+                return self.rank
+            time.sleep(0.001)
         return int(lowest[0]) % self.size if lowest[0] < no_claim else None
 
-    def _end_from_watchdog(self, message: str, delay: float) -> NoReturn:
-        time.sleep(delay + _TURN_SECONDS * min(self.rank, _LAST_TURN))
-        self._say(f"on {socket.gethostname()}: {message}")
-        self._abort(StoppedError.exit_code)
-        os._exit(StoppedError.exit_code)
 
-    def _say(self, message: str, error: BaseException | None = None) -> None:
-        """Print the last words, after the traceback of `error`."""
-        with contextlib.suppress(OSError):  # that nobody reads its last words must not keep a rank alive
-            sys.stdout.flush()
-            if error is not None:
-                traceback.print_exception(error)
-            sys.stderr.write(f"mpi_tp: [rank {self.rank}/{self.size}] {' '.join(message.split())}\n")
-            sys.stderr.flush()
-
-    def _abort(self, exit_code: int) -> None:
-        """End all ranks; returns if there is only this one."""
-        if self.size > 1:
-            time.sleep(_FORWARD_SECONDS)
-            self.world.Abort(exit_code)
-
-
-def run(main: Callable[[Job], int], stall_timeout: float = 300.0) -> NoReturn:
+def run(
+    main: Callable[[Job], int],
+    stall_timeout: float = 300.0,
+    check_world: Callable[[int, Mapping[str, str]], None] = check_launcher,
+) -> NoReturn:
     """Start MPI, call `main(job)` on every rank and exit with what it returns.
 
+    Before that, `check_world(world size, environment)` raises `ConfigurationError` if the ranks are no world.
+
     Whatever goes wrong on one rank ends all of them with one line on stderr: a `JobError` with its own exit code, a
-    signal, or `stall_timeout` seconds without progress with 75, anything else with a traceback and 70.
+    signal, `stall_timeout` seconds without progress or without a sign of life with 75, memory that ran out with 78,
+    anything else with a traceback and 70.
     """
-    job = _start(stall_timeout)
+    job = _start(stall_timeout, check_world)
     try:
         _heed_signals()
         exit_code = main(job)
-        job.leave_together()
+        sys.stdout.flush()
+        job.finish()
     except BaseException as error:  # SystemExit too: it would leave the other ranks waiting
         job.fail(error)
-    sys.exit(exit_code)
+    sys.stderr.flush()
+    os._exit(exit_code)  # without the end of the interpreter, in which no thread could notice that it hangs
 
 
 def join(stall_timeout: float = 300.0) -> Job:
     """Start MPI in a script that does without `run`; an exception that it does not catch ends all ranks likewise."""
-    job = _start(stall_timeout)
+    job = _start(stall_timeout, check_launcher, script=True)
     sys.excepthook = lambda _, error, __: job.fail(error)
+    atexit.register(_finish_script, job)
     _heed_signals()
     return job
 
@@ -180,48 +195,34 @@ def before_mpi() -> Iterator[None]:
             if isinstance(error, JobError):
                 sys.stderr.write(f"mpi_tp: {' '.join(str(error).split())}\n")
             if not speaks and exit_code:
-                time.sleep(_END_SECONDS)  # the launcher ends all ranks with the first: let that be the one that speaks
+                # The launcher ends all ranks with the first: let that be the one that speaks. Slurm takes the highest
+                # code, which is that of a signal, if one dies of it.
+                signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_code))
+                time.sleep(_END_SECONDS)
             sys.exit(exit_code)
 
 
-def launched_rank(environ: Mapping[str, str]) -> int:
-    """Return the rank by the launcher's own account, which is there before MPI is; 0 without a launcher."""
-    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
-        if name in environ:
-            return int(environ[name])
-    return 0
-
-
-def check_launcher(world_size: int, environ: Mapping[str, str]) -> None:
-    """Raise `ConfigurationError` if the launcher started several processes, each of which is a world of its own.
-
-    That happens without any error where the launcher is not the one of mpi4py's MPI.
-    """
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
-        if name == "SLURM_NTASKS" and "SLURM_STEP_ID" not in environ:
-            continue  # a batch script's own: the tasks it may start
-        if name in environ:
-            launched = int(environ[name])
-            break
-    else:
-        return
-    if launched > 1 and world_size == 1:
-        raise ConfigurationError(
-            f"the launcher started {launched} ranks ({name}), but MPI sees {world_size}: start with the mpirun of the "
-            "MPI that mpi4py uses, or with srun --mpi=pmix (srun --mpi=list shows the choice)"
-        )
-
-
-def _start(stall_timeout: float) -> Job:
+def _start(stall_timeout: float, check_world: Callable[[int, Mapping[str, str]], None], script: bool = False) -> Job:
+    """Start MPI, which a rank that never comes could hold up for ever, under the watchdog's eyes."""
+    launched, _ = launched_size(os.environ)
+    status = Status(launched_rank(os.environ), launched, socket.gethostname())
+    file = StatusFile(status, os.environ)
+    last_words = LastWords(status, file)
+    watchdog = Watchdog(status, file, stall_timeout, last_words.end_stalled, script)
+    watchdog.start(launched=launched > 1)
     with before_mpi():
-        try:
-            from mpi4py import MPI
-        except (ImportError, RuntimeError) as error:
-            raise ConfigurationError(
-                f'mpi4py finds no MPI ({error}): load your site\'s MPI module, or pip install "mpi-tp[mpi]"'
-            ) from error
-        check_launcher(MPI.COMM_WORLD.size, os.environ)
-    return Job(MPI.COMM_WORLD, stall_timeout)
+        world = start_mpi()
+        check_world(world.size, os.environ)
+    job = Job(world, status, watchdog, last_words)
+    watchdog.leave()
+    return job
+
+
+def _finish_script(job: Job) -> None:
+    try:
+        job.finish()
+    except BaseException as error:
+        job.fail(error)
 
 
 def _heed_signals() -> None:
@@ -233,13 +234,3 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     for further in _STOPPING:  # the clean-up that follows is not to be interrupted again
         signal.signal(further, signal.SIG_IGN)
     raise StoppedError(f"stopped by {signal.Signals(number).name}: run the same command again")
-
-
-def _outcome(error: BaseException, phase: str) -> tuple[int, str]:
-    """Return the exit code and the last words for `error`."""
-    if isinstance(error, JobError):
-        return error.exit_code, str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return StoppedError.exit_code, "interrupted: run the same command again"
-    name = f"on {socket.gethostname()} in phase {phase!r}: {type(error).__name__}"
-    return JobError.exit_code, f"{name}: {error}" if str(error) else name

@@ -17,7 +17,8 @@ from typing import Any
 
 from mpi_tp import launch
 from mpi_tp.config import ModelConfig
-from mpi_tp.engine.engine import Engine, Outcome, follow
+from mpi_tp.engine.base import ServingEngine
+from mpi_tp.engine.engine import Outcome
 from mpi_tp.engine.prompt import Prompt
 from mpi_tp.engine.request import RequestError, SamplingParams
 from mpi_tp.errors import ConfigurationError, UsageError
@@ -29,6 +30,8 @@ from mpi_tp.session import open_engine, open_runner, open_session, open_shards
 class LLM:
     """A language model over the ranks of `mpirun`; making one and each `generate` is collective.
 
+    A multiple of the shard set's ranks shares the prompts between as many replicas of the model.
+
     The keyword arguments are `mpi_tp.machine_options.MachineOptions`'. An uncaught exception on one rank ends all of
     them, and so do `stall_timeout` seconds without a step while a prompt runs.
     Raises UsageError, FileError and ConfigurationError as `mpi_tp.infer` does.
@@ -36,14 +39,13 @@ class LLM:
 
     def __init__(self, shards: str | Path, *, stall_timeout: float = 300.0, **machine: Any) -> None:
         self._job = launch.join(stall_timeout)
-        opened = open_shards(self._job, Path(shards))
+        options = MachineOptions(**machine)
+        opened = open_shards(self._job, Path(shards), options.tensor_parallel)
         config = parse_config(opened.config)
         if not isinstance(config, ModelConfig):
             raise ConfigurationError(f"{shards} holds a model of type {config.model_type}: LLM needs a language model")
-        session = open_session(self._job, opened, MachineOptions(**machine))
-        self._comm = session.comm
-        self._runner = open_runner(session)
-        self._engine = open_engine(session, self._runner)
+        session = open_session(self._job, opened, options)
+        self._engine, self._follow = open_engine(session, open_runner(session))
 
     @property
     def rank(self) -> int:
@@ -66,11 +68,13 @@ class LLM:
                 self._engine.close()
             else:
                 outcomes = []
-                follow(self._comm, self._runner, self._job.progress)
-            result: list[Outcome] = self._comm.bcast_object(outcomes)
+                self._follow(self._job.progress)
+            result: list[Outcome] = self._job.world.bcast(outcomes)
         return result
 
-    def _lead(self, engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Outcome]:
+    def _lead(
+        self, engine: ServingEngine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         for key, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             try:

@@ -17,9 +17,17 @@ GPU_SHARE = 0.85
 
 def cache_budget(device: torch.device, ranks_sharing: int) -> int:
     """Return the bytes that one of `ranks_sharing` ranks on a device may take for its cache."""
+    share = GPU_SHARE if device.type == "cuda" else CPU_SHARE
+    return int(available_bytes(device) * share) // ranks_sharing
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return the memory of a device that is free, for all who use it together."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE) // ranks_sharing
-    return int(min(_host_available(), *_cgroups_available()) * CPU_SHARE) // ranks_sharing
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    memberships = Path("/proc/self/cgroup").read_text()
+    return min(_host_available(), *cgroups_available(memberships, Path("/sys/fs/cgroup")))
 
 
 @contextmanager
@@ -45,18 +53,35 @@ def _host_available() -> int:
     return _named_numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
 
 
-def _cgroups_available() -> Iterator[int]:
+def cgroups_available(memberships: str, root: Path) -> Iterator[int]:
     """Yield what each control group around this process leaves it: a Slurm job, a container; infinity first.
 
-    The page cache that a group can give up counts as free.
+    `memberships` is the text of /proc/self/cgroup, `root` where the groups are mounted. The page cache that a group can
+    give up counts as free. A container sees its own group at the root and itself by the host's name for it: hence every
+    folder up to the root.
     """
     yield 2**63
-    own = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
-    for group in (own, *own.parents):
-        limit = group / "memory.max"
-        if limit.exists() and limit.read_text().strip() != "max":
-            used = int((group / "memory.current").read_text())
-            yield int(limit.read_text()) - used + _named_numbers(group / "memory.stat")["inactive_file"]
+    for line in memberships.splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":
+            hierarchy, files = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            hierarchy = root / "memory"
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        own = hierarchy / name.lstrip("/")
+        for group in (own, *own.parents):
+            if group.is_relative_to(hierarchy):
+                yield from _group_available(group, *files)
+
+
+def _group_available(group: Path, limit_file: str, used_file: str, cache_name: str) -> Iterator[int]:
+    """Yield what one control group leaves, nothing if it has no limit or is not to be seen."""
+    path = group / limit_file
+    if path.exists() and path.read_text().strip() != "max":
+        used = int((group / used_file).read_text())
+        yield int(path.read_text()) - used + _named_numbers(group / "memory.stat")[cache_name]
 
 
 def _named_numbers(path: Path) -> dict[str, int]:

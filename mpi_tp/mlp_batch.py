@@ -1,6 +1,7 @@
 """Rows in, rows out: the job of `mpi_tp.infer` for a shard set that holds a plain stack of linear layers."""
 
 import contextlib
+import itertools
 import re
 import sys
 import time
@@ -63,11 +64,11 @@ def serve_rows(job: Job, shards: ShardSet, options: InferOptions) -> RunReport |
         session = open_session(job, shards, options.machine)
         start_seconds = seconds_since_start()
         with job.phase("computing"):
-            outputs, figures = _compute(session, rows)
+            computed = _compute(session, rows)
         with job.phase("writing the output"):
-            if write:
-                write(outputs)
-        return gather_report(session, start_seconds, figures if job.rank == 0 else None)
+            if write and computed:
+                write(computed[0])
+        return gather_report(session, start_seconds, computed[1] if computed else None)
 
 
 def read_rows(source: Path | str | None, num_features: int, seed: int) -> Rows:
@@ -106,14 +107,27 @@ def open_rows_output(output: Path | None) -> Iterator[Callable[[Rows], None]]:
 
 
 @torch.inference_mode()
-def _compute(session: Session, rows: Rows) -> tuple[Rows, RowFigures]:
+def _compute(session: Session, rows: Rows) -> tuple[Rows, RowFigures] | None:
+    """Return the outputs on rank 0, None on the others. The replicas take the batches in turn."""
     assert isinstance(session.model, MLPStack)
+    replicas = session.replicas
     outputs = []
     start = time.perf_counter()
-    for batch in torch.from_numpy(rows).split(session.options.max_batch_size):
+    for batch in torch.from_numpy(rows).split(session.options.max_batch_size)[replicas.index :: replicas.count]:
         outputs.append(session.model(batch.to(session.device, session.dtype)).float().cpu())
         session.job.progress()
+    if replicas.count > 1:
+        outputs = _gather(session, outputs)
+    if session.job.rank > 0:
+        return None
     return torch.cat(outputs).numpy(), RowFigures(len(rows), time.perf_counter() - start)
+
+
+def _gather(session: Session, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the batches of all replicas, in order, on rank 0, none on the others."""
+    parts = session.job.world.gather(outputs if session.comm.rank == 0 else [])
+    turns = itertools.zip_longest(*parts[:: session.comm.size]) if parts else []
+    return [batch for turn in turns for batch in turn if batch is not None]
 
 
 def _write_records(writer: OrderedWriter, rows: Rows) -> None:

@@ -1,23 +1,19 @@
 """How a run went: the last line on stderr, and the record beside the output by which it can be repeated."""
 
 import os
-import platform
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from mpi_tp import __version__
 from mpi_tp.infer_options import InferOptions
 from mpi_tp.memory import peak_bytes
 from mpi_tp.session import Session
-
-PACKAGES = ("torch", "mpi4py", "numpy", "h5py", "numba", "tokenizers")
+from mpi_tp.versions import versions
 
 
 class Figures(Protocol):
@@ -44,6 +40,7 @@ class RunReport:
     """All ranks' figures and what the job did; `start_seconds` is from the program's start to the first input."""
 
     set_id: str
+    replicas: int
     start_seconds: float
     ranks: list[RankReport]
     figures: Figures
@@ -66,16 +63,11 @@ class RunReport:
             "versions": versions(),
             "options": {name: _plain(value) for name, value in asdict(options).items()},
             "job_id": os.environ.get("SLURM_JOB_ID"),
+            "replicas": self.replicas,
             "ranks": [asdict(rank) for rank in self.ranks],
             "start_seconds": self.start_seconds,
             "figures": vars(self.figures),
         }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of what a result may depend on."""
-    own = {"mpi-tp": __version__, "python": platform.python_version()}
-    return own | {name: version(name) for name in PACKAGES}
 
 
 def seconds_since_start() -> float:
@@ -94,8 +86,9 @@ def gather_report(session: Session, start_seconds: float, figures: Figures | Non
         load_seconds=session.load_figures.seconds,
         peak_bytes=peak_bytes(session.device),
     )
-    ranks = session.comm.all_gather_object(mine)
-    return RunReport(session.shards.set_id, start_seconds, ranks, figures) if figures else None
+    with session.job.phase("gathering figures"):
+        ranks = session.job.world.allgather(mine)
+    return RunReport(session.shards.set_id, session.replicas.count, start_seconds, ranks, figures) if figures else None
 
 
 def device_name(device: torch.device) -> str:

@@ -17,10 +17,10 @@ import torch
 from mpi_tp.atomic import replacing, write_errors
 from mpi_tp.errors import ConfigurationError, FileError, UsageError
 from mpi_tp.model_files import MODEL_CONFIG_FILE
+from mpi_tp.shards.join import Joiner, open_joiner
 from mpi_tp.shards.reader import ShardSet
 from sharder.formats.base import TensorSpec
 from sharder.formats.safetensors_file import write_safetensors
-from sharder.join import Joiner, open_joiner
 from sharder.program import megabytes, progress, run_program
 
 

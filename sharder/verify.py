@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from mpi_tp.shards.format import Manifest
+from mpi_tp.shards.join import open_joiner
 from mpi_tp.shards.reader import ShardSet
-from sharder.join import open_joiner
 from sharder.program import megabytes, progress, run_program
 from sharder.source import ModelSource, SourceOptions, open_source
 

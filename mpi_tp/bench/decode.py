@@ -22,7 +22,7 @@ from mpi_tp.bench.timing import copy_bytes_per_second
 from mpi_tp.comm.base import Communicator
 from mpi_tp.comm.mpi import MpiCommunicator
 from mpi_tp.comm.nccl import NcclCommunicator
-from mpi_tp.engine.engine import Engine, follow
+from mpi_tp.engine.base import ServingEngine
 from mpi_tp.engine.scheduler import STEP_TOKENS
 from mpi_tp.session import Machine, Session, open_engine, open_runner
 
@@ -53,14 +53,14 @@ def measure(machine: Machine, model: ChosenModel, settings: DecodeOptions) -> li
         machine = dataclasses.replace(machine, comm=TimedMpiCommunicator(machine.job.world.Dup()))
     session = model.load(machine)
     runner = open_runner(session)
-    engine = open_engine(session, runner)
+    engine, follow = open_engine(session, runner)
     weight_bytes = mean_weight_bytes(model, machine.comm.size)
     rows = []
     with machine.job.phase("decoding"):
         for case in cases:
             case.check_cache(runner.num_blocks)
         if engine is None:
-            follow(session.comm, runner, machine.job.progress)
+            follow(machine.job.progress)
         else:
             for case in cases:
                 for seed in range(2):  # what is compiled or captured at first use, is before the clock
@@ -82,7 +82,7 @@ def mean_weight_bytes(model: ChosenModel, ranks: int) -> float:
     return sum(shape.numel() for shape in shapes) * model.dtype.itemsize / ranks
 
 
-def _decode(engine: Engine, session: Session, case: DecodeCase, vocab_size: int, seed: int) -> DecodeFigures:
+def _decode(engine: ServingEngine, session: Session, case: DecodeCase, vocab_size: int, seed: int) -> DecodeFigures:
     """Run one batch size from its prompts to its end, on rank 0."""
     generator = random.Random(seed)
 

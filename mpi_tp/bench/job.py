@@ -54,15 +54,17 @@ def _measure(job: Job, options: BenchOptions) -> tuple[Machine, Chart, list[Row]
     match options.settings:
         case DecodeOptions() as settings:
             model = ChosenModel.open(job, settings.model)
+            model.check_single("bench decode", job.size)
             machine = open_machine(job, options.machine, model.dtype)
             return machine, decode.CHART, decode.measure(machine, model, settings)
         case ThroughputOptions() as settings:
-            model = ChosenModel.open(job, settings.model)
-            machine = open_machine(job, options.machine, model.dtype)
+            model = ChosenModel.open(job, settings.model, options.machine.tensor_parallel)
+            ranks = model.replica_ranks(job.size, options.machine.tensor_parallel)
+            machine = open_machine(job, options.machine, model.dtype, ranks)
             return machine, throughput.CHART, throughput.measure(machine, model, settings)
         case LoadOptions() as settings:
             shards = open_shards(job, settings.shards)
-            machine = open_machine(job, options.machine, shards.weights_dtype)
+            machine = open_machine(job, options.machine, shards.weights_dtype, shards.ranks)
             return machine, load.CHART, load.measure(machine, shards, settings.rounds)
         case CommOptions() as settings:
             return _measure_comm(job, options, settings)
@@ -74,6 +76,8 @@ def _measure(job: Job, options: BenchOptions) -> tuple[Machine, Chart, list[Row]
 def _measure_comm(job: Job, options: BenchOptions, settings: CommOptions) -> tuple[Machine, Chart, list[Row]]:
     dtype: torch.dtype = getattr(torch, settings.dtype)
     model = ChosenModel.open(job, settings.model) if settings.model else None
+    if model:
+        model.check_single("bench comm", job.size)
     with comm.nccl_log(job.rank) as log:
         machine = open_machine(job, options.machine, dtype)
         messages = comm.generic_messages(machine.device, dtype)

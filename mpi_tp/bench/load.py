@@ -35,8 +35,8 @@ def measure(machine: Machine, shards: ShardSet, num_rounds: int) -> list[Row]:
     def rate(call: Callable[[], object]) -> float:
         seconds = round_seconds(call, 1, machine)
         kept.clear()
-        total = sum(entry.size for entry in shards.manifest.files)
-        return total / max(machine.comm.all_gather_object(seconds)) / 1e9
+        total = machine.replicas.count * sum(entry.size for entry in shards.manifest.files)
+        return total / max(machine.job.world.allgather(seconds)) / 1e9
 
     ways: dict[str, Callable[[], object]] = {"load_gb_s": load, "raw_gb_s": lambda: read_raw(path, buffer)}
     with machine.job.phase("loading"):

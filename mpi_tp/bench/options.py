@@ -18,7 +18,14 @@ from mpi_tp.bench.settings import (
 )
 from mpi_tp.bench.shapes import Shape, find_shape
 from mpi_tp.errors import UsageError
-from mpi_tp.infer_options import SECTIONS, Flags, add_batch_size_flag, add_device_flags, add_kv_memory_flag
+from mpi_tp.infer_options import (
+    SECTIONS,
+    Flags,
+    add_batch_size_flag,
+    add_device_flags,
+    add_kv_memory_flag,
+    add_tensor_parallel_flag,
+)
 from mpi_tp.machine_options import MachineOptions
 from mpi_tp.options import parse, positive_int
 from mpi_tp.partition.plan import STRATEGIES
@@ -158,6 +165,7 @@ def _add_throughput_flags(flags: Flags) -> None:
     _add_model_flags(flags)
     add_batch_size_flag(flags, default=256)
     add_kv_memory_flag(flags)
+    add_tensor_parallel_flag(flags)
     flags.add_argument("--requests", metavar="N", type=positive_int, default=256, help="all at once (%(default)s)")
     for flag, what in (("--input-len", "prompt"), ("--output-len", "answer")):
         flags.add_argument(

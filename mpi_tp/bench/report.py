@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from mpi_tp.bench.settings import BenchOptions
-from mpi_tp.run_report import device_name, versions
+from mpi_tp.run_report import device_name
 from mpi_tp.session import Machine
+from mpi_tp.versions import versions
 
 Row = Mapping[str, Any]
 """One measurement: texts, numbers, or None for what was not measured here. All rows of a bench have the same keys."""
@@ -34,7 +35,7 @@ def describe(options: BenchOptions, machine: Machine) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": versions() | {"cuda": torch.version.cuda},
         "comm": type(machine.comm).__name__,
-        "hardware": machine.comm.all_gather_object(mine),
+        "hardware": machine.job.world.allgather(mine),
         "job_id": os.environ.get("SLURM_JOB_ID"),
         "settings": plain(asdict(options.settings) | asdict(options.machine)),
     }

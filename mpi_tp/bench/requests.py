@@ -2,7 +2,7 @@
 
 import random
 
-from mpi_tp.engine.engine import Engine
+from mpi_tp.engine.base import ServingEngine
 from mpi_tp.engine.request import RequestError, SamplingParams
 from mpi_tp.errors import ConfigurationError
 
@@ -12,7 +12,7 @@ def random_prompt(generator: random.Random, length: int, vocab_size: int) -> lis
     return [generator.randrange(vocab_size) for _ in range(length)]
 
 
-def submit(engine: Engine, key: int, prompt: list[int], max_new_tokens: int) -> None:
+def submit(engine: ServingEngine, key: int, prompt: list[int], max_new_tokens: int) -> None:
     """Queue a prompt that is answered with exactly so many tokens.
 
     Raises ConfigurationError if the engine cannot take it.

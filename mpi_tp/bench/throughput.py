@@ -12,7 +12,7 @@ from mpi_tp.bench.report import Row
 from mpi_tp.bench.requests import random_prompt, submit
 from mpi_tp.bench.settings import ThroughputOptions
 from mpi_tp.bench.timing import percentiles
-from mpi_tp.engine.engine import Engine, follow
+from mpi_tp.engine.base import ServingEngine
 from mpi_tp.errors import ConfigurationError
 from mpi_tp.session import Machine, open_engine, open_runner
 
@@ -50,11 +50,11 @@ def measure(machine: Machine, model: ChosenModel, settings: ThroughputOptions) -
         )
     session = model.load(machine)
     runner = open_runner(session)
-    engine = open_engine(session, runner)
+    engine, follow = open_engine(session, runner)
     rows = []
     with machine.job.phase("generating"):
         if engine is None:
-            follow(session.comm, runner, machine.job.progress)
+            follow(machine.job.progress)
         else:
             rows.append(_serve(engine, settings, model.config.vocab_size, machine))
             engine.close()
@@ -70,23 +70,25 @@ def draw_lengths(settings: ThroughputOptions) -> list[tuple[int, int]]:
     ]
 
 
-def _serve(engine: Engine, settings: ThroughputOptions, vocab_size: int, machine: Machine) -> Row:
+def _serve(engine: ServingEngine, settings: ThroughputOptions, vocab_size: int, machine: Machine) -> Row:
     generator = random.Random(settings.seed)
     lengths = draw_lengths(settings)
     warm_up = [
         (random_prompt(generator, length, vocab_size), min(answer, WARM_UP_TOKENS)) for length, answer in lengths
     ]
-    run_queue(engine, warm_up[: machine.options.max_batch_size], machine.job.progress)
+    num_warm_up = machine.replicas.count * machine.options.max_batch_size
+    run_queue(engine, warm_up[:num_warm_up], machine.job.progress)
     queue = [(random_prompt(generator, length, vocab_size), answer) for length, answer in lengths]
     before = engine.num_preemptions
     row = summarise(run_queue(engine, queue, machine.job.progress))
     preemptions = engine.num_preemptions - before
-    # A sequence that gave way skips steps, and when it got which token cannot be told from the outside.
-    unknown = dict.fromkeys(TOKEN_TIMES) if preemptions else {}
-    return {**row, **unknown, "preemptions": preemptions}
+    # A sequence that gave way skips steps, and when it got which token cannot be told from the outside; nor can it of
+    # one that another replica ran.
+    unknown = dict.fromkeys(TOKEN_TIMES) if preemptions or machine.replicas.count > 1 else {}
+    return {"replicas": machine.replicas.count, **row, **unknown, "preemptions": preemptions}
 
 
-def run_queue(engine: Engine, queue: list[tuple[list[int], int]], on_step: Callable[[], None]) -> Timeline:
+def run_queue(engine: ServingEngine, queue: list[tuple[list[int], int]], on_step: Callable[[], None]) -> Timeline:
     """Submit all prompts, each with its number of new tokens, and run them to the end."""
     timeline = Timeline([], [])
     start = time.perf_counter()

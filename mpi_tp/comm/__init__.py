@@ -1,1 +1,1 @@
-"""Communicators: one protocol (`base`), and its implementations over NCCL, MPI, threads and nothing."""
+"""Communicators: one protocol (`base`), and its implementations over NCCL, MPI, threads and nothing; and mail."""

@@ -1,7 +1,7 @@
 """What a layer may ask of the other ranks.
 
 Tensors are named as in torch (`all_reduce`, `all_gather`, `broadcast`); Python objects go through
-`bcast_object` and `all_gather_object`. Every method but `send`, `recv` and `abort` is collective: all ranks
+`bcast_object` and `all_gather_object`. Every method but `send`, `recv`, `failure` and `abort` is collective: all ranks
 call it, in the same order, with tensors of the same dtype and device. Tensors must be contiguous.
 """
 
@@ -59,6 +59,28 @@ class Communicator(Protocol):
         """Return every rank's Python object, in rank order, on every rank."""
         ...
 
+    def failure(self) -> str | None:
+        """Return what has failed in the background, None if nothing; for another thread, makes no CUDA call."""
+        ...
+
     def abort(self, exit_code: int) -> NoReturn:
         """End every rank of the job with `exit_code`, now."""
+        ...
+
+
+class Mail(Protocol):
+    """Python objects from any rank to any other, of which nobody knows beforehand when they come."""
+
+    rank: int
+    size: int
+
+    def send(self, value: Any, dst: int) -> None:
+        """Send to rank `dst`; returns at once."""
+        ...
+
+    def receive(self, wait_seconds: float = 0.0) -> list[tuple[int, Any]]:
+        """Return what has arrived, each with the rank that sent it, in the order of its sending.
+
+        If nothing has, sleep until something has or `wait_seconds` have passed.
+        """
         ...

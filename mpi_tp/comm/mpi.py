@@ -99,6 +99,10 @@ class MpiCommunicator:
         """Return every rank's Python object, in rank order, on every rank."""
         return self._mpi.allgather(value)
 
+    def failure(self) -> str | None:
+        """Return None: what fails in MPI fails in the call."""
+        return None
+
     def abort(self, exit_code: int) -> NoReturn:
         """End every rank of the job with `exit_code`, now."""
         sys.stdout.flush()
@@ -152,3 +156,11 @@ def _summable(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copy_back(host: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if host is tensor else tensor.copy_(host)
+
+
+def library_version() -> str:
+    """Return name and version of the MPI library."""
+    from mpi4py import MPI
+
+    text: str = MPI.Get_library_version()
+    return " ".join(text.partition("\n")[0].partition(",")[0].replace("\0", "").split())

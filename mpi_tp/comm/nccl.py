@@ -128,6 +128,13 @@ class NcclCommunicator:
         """Return every rank's Python object, in rank order, on every rank; by MPI."""
         return self._host.all_gather_object(value)
 
+    def failure(self) -> str | None:
+        """Return what NCCL's own threads have met, None if nothing: a lost connection, say. Makes no CUDA call."""
+        state = self._nccl.get_async_error()
+        if state.name in ("Success", "InProgress"):
+            return None
+        return f"NCCL reports {state.name}: {self._nccl.get_last_error() or 'no more is known'}"
+
     def abort(self, exit_code: int) -> NoReturn:
         """End every rank of the job with `exit_code`, now."""
         # Aborting NCCL frees peers that wait for this one, but can itself wait for the device.
@@ -193,3 +200,13 @@ def _allow_one_gpu(rank: int) -> None:
         "NCCL_MAX_CTAS": "1",
     }.items():
         os.environ.setdefault(name, value)
+
+
+def library_version() -> str:
+    """Return the version of the NCCL library that this process would use, "none" without one."""
+    try:
+        import nccl.core as nccl
+    except ImportError:
+        return "none"
+    found = nccl.get_version().libnccl
+    return str(found.version) if found else "none"

@@ -60,6 +60,10 @@ class SingleCommunicator:
         """Return `[value]`."""
         return [value]
 
+    def failure(self) -> str | None:
+        """Return None."""
+        return None
+
     def abort(self, exit_code: int) -> NoReturn:
         """End the process with `exit_code`."""
         sys.exit(exit_code)

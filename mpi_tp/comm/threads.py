@@ -87,6 +87,10 @@ class ThreadCommunicator:
         """Return every rank's Python object, in rank order, on every rank."""
         return self._exchange("all_gather_object", value)
 
+    def failure(self) -> str | None:
+        """Return None: a thread that fails ends `run_ranks`."""
+        return None
+
     def abort(self, exit_code: int) -> NoReturn:
         """End `run_ranks` with `SystemExit(exit_code)`."""
         raise SystemExit(exit_code)

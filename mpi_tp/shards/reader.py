@@ -72,12 +72,21 @@ class ShardSet:
         """The dtype of the matrices; vectors, like those of the norms, may have another."""
         return next(entry.dtype for entry in self.manifest.tensors.values() if len(entry.planned.shape) == 2)
 
-    def check_ranks(self, size: int) -> None:
-        """Raise ConfigurationError if the set is not for `size` ranks."""
-        if size != self.ranks:
+    def check_ranks(self, size: int, tensor_parallel: int | None = None) -> None:
+        """Raise ConfigurationError if `size` ranks are no whole number of replicas of the set's ranks.
+
+        `tensor_parallel` is how many ranks a replica is wanted to have, None if nothing is said of it.
+        """
+        if tensor_parallel not in (None, self.ranks):
+            raise ConfigurationError(
+                f"{self.directory}/ holds {self.ranks} ranks but --tensor-parallel is {tensor_parallel}: use "
+                f"--tensor-parallel {self.ranks}, or python -m sharder SOURCE --ranks {tensor_parallel}"
+            )
+        if size % self.ranks:
+            or_more = " or a multiple of it" if size > self.ranks else ""
             raise ConfigurationError(
                 f"{self.directory}/ holds {self.ranks} ranks but mpirun started {size}: "
-                f"use -np {self.ranks}, or python -m sharder SOURCE --ranks {size}"
+                f"use -np {self.ranks}{or_more}, or python -m sharder SOURCE --ranks {size}"
             )
 
     def open_rank(self, rank: int) -> RankFile:

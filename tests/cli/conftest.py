@@ -17,6 +17,7 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_mpi_yield_when_idle": "1",  # ranks that wait would take the cores from those that work
     "OMP_NUM_THREADS": "1",
     "HDF5_USE_FILE_LOCKING": "FALSE",
 }
@@ -28,7 +29,8 @@ class MpiRun:
     def __init__(self, launcher: str) -> None:
         self._launcher = launcher
         version = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=True).stdout
-        self.stop_signal = signal.SIGUSR1 if "Open MPI" in version else signal.SIGTERM
+        self.is_open_mpi = "Open MPI" in version
+        self.stop_signal = signal.SIGUSR1 if self.is_open_mpi else signal.SIGTERM
         """What this launcher passes on to the ranks. (Open MPI's ends by SIGTERM, MPICH's by SIGUSR1.)"""
 
     def __call__(

@@ -64,7 +64,7 @@ def infer_alone(shards: Path, *flags: str | Path, file_size: int = resource.RLIM
 
 
 def test_the_wrong_number_of_ranks(mpirun: MpiRun, sets: dict[int, Path]) -> None:
-    hint = "holds 2 ranks but mpirun started 3: use -np 2, or python -m sharder SOURCE --ranks 3"
+    hint = "holds 2 ranks but mpirun started 3: use -np 2 or a multiple of it, or python -m sharder SOURCE --ranks 3"
     check_failure(infer(mpirun, 3, sets[2]), 78, f"{sets[2]}/ {hint}")
 
 

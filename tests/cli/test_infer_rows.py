@@ -84,6 +84,18 @@ def test_a_random_batch_to_standard_output(mpirun: MpiRun, sets: dict[str, Path]
     np.testing.assert_allclose([record["output"] for record in records], expected(stack, rows), rtol=1e-5, atol=1e-6)
 
 
+def test_replicas_share_the_rows(mpirun: MpiRun, stack: nn.Sequential, rows: np.ndarray, tmp_path: Path) -> None:
+    """Three batches for two replicas: the first and the last are the first one's."""
+    torch.save(stack.state_dict(), tmp_path / "stack.pt")
+    Sharder(tmp_path / "stack.pt", 1, tmp_path / "set", activation="gelu").run()
+    np.save(tmp_path / "x.npy", rows)
+    files = ("--input", tmp_path / "x.npy", "--output", tmp_path / "y.npy", "--max-batch-size", "4")
+    result = infer(mpirun, tmp_path / "set", *files)
+    assert result.returncode == 0, result.stderr
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected(stack, rows), rtol=1e-5, atol=1e-6)
+    assert json.loads((tmp_path / "y.npy.meta.json").read_text())["replicas"] == 2
+
+
 def test_rows_of_the_wrong_width(mpirun: MpiRun, sets: dict[str, Path], tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((3, 21)))
     result = infer(mpirun, sets["paired"], "--input", tmp_path / "x.npy")

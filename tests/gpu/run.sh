@@ -30,9 +30,10 @@ test_file engine-others engine -k "not float32"
 test_file loading loading
 test_file invariance invariance
 test_file demo demo
+test_file doctor doctor
 for ranks in ${RANKS:-2 4}; do
     start "comm-$ranks" mpirun --oversubscribe --bind-to none -np "$ranks" \
-        python3 -m pytest -q -x tests/gpu/test_comm_nccl.py
+        python3 -m pytest -q -x tests/gpu/test_comm_nccl.py tests/gpu/test_doctor_gpu.py
 done
 
 failed=0 summary=""

@@ -19,16 +19,18 @@ several_ranks = pytest.mark.skipif(WORLD.size == 1, reason="about ranks that dif
 @dataclass(frozen=True)
 class Properties:
     uuid: str
+    name: str
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, count: int, uuid: str = "GPU-{index}") -> None:
+def pretend(monkeypatch: pytest.MonkeyPatch, count: int, uuid: str = "GPU-{index}", name: str = "H200") -> None:
     """Let this rank see `count` GPUs; `uuid` may mention {index}, as this rank sees it, and {rank}."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
-        lambda device: Properties(uuid.format(index=device.index, rank=WORLD.rank)),
+        lambda device: Properties(uuid.format(index=device.index, rank=WORLD.rank), name),
     )
 
 
@@ -61,7 +63,7 @@ def test_a_launcher_may_have_bound_each_rank_to_its_gpu(monkeypatch: pytest.Monk
 @several_ranks
 def test_one_gpu_is_shared_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, 1)
-    with pytest.raises(ConfigurationError, match=r"ranks 0, 1.* would share a GPU .*--share-gpu"):
+    with pytest.raises(ConfigurationError, match=r"ranks 0(, 1|-2|-3) would share a GPU .*--share-gpu"):
         choose_device(WORLD, "auto", share_gpu=False)
     assert choose_device(WORLD, "auto", share_gpu=True) == torch.device("cuda", 0)
 
@@ -70,7 +72,7 @@ def test_one_gpu_is_shared_on_request_only(monkeypatch: pytest.MonkeyPatch) -> N
 def test_gpus_on_some_hosts_only_are_refused_by_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, WORLD.rank)
     monkeypatch.setattr("socket.gethostname", lambda: f"node{WORLD.rank}")
-    with pytest.raises(ConfigurationError, match="no GPU is visible on node0: "):
+    with pytest.raises(ConfigurationError, match=r"no GPU is visible on node0 \(rank 0\): "):
         choose_device(WORLD, "auto", share_gpu=False)
 
 
@@ -94,3 +96,11 @@ def test_a_missing_nccl4py_is_told_with_the_way_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "nccl", None)
     with pytest.raises(ConfigurationError, match=r"nccl4py .*pip install \"mpi-tp\[gpu\]\".*--comm mpi"):
         connect(WORLD, "auto", torch.device("cuda", WORLD.rank), share_gpu=False)
+
+
+@several_ranks
+def test_slices_of_gpus_talk_by_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 1, "GPU-0", "A100 MIG 1g.5gb")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"MIG-{WORLD.rank}")
+    device = choose_device(WORLD, "auto", share_gpu=False)
+    assert isinstance(connect(WORLD, "auto", device, share_gpu=False), MpiCommunicator)

@@ -154,7 +154,7 @@ def test_an_import_alone_loads_nothing_slow(statement: str) -> None:
     assert not {"torch", "numba", "h5py", "mpi4py.MPI"} & modules_after(statement)
 
 
-@pytest.mark.parametrize("program", ["mpi_tp.infer", "mpi_tp.bench", "sharder"])
+@pytest.mark.parametrize("program", ["mpi_tp.infer", "mpi_tp.bench", "mpi_tp.doctor", "sharder"])
 def test_help_loads_nothing_slow(program: str) -> None:
     assert not {"torch", "numba", "h5py", "mpi4py.MPI"} & modules_after(help_of(program))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mpi_tp.errors import ConfigurationError
-from mpi_tp.launch import check_launcher, launched_rank
+from mpi_tp.launcher import check_launcher, launched_rank
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_dash_is_standard_input_and_output():
         "--resume",  # of what? There is no journal of standard output
         "--resume --output -",
         "--resume --output /dev/null",
-        "--tensor-parallel 2",
+        "--tensor-parallel 0",
         "--trace t.json",
         "--system hello",  # without --chat it would do nothing
         "--input a --output ./a",
@@ -123,7 +123,7 @@ def test_every_flag_can_come_from_the_file(config):
         system: Be
         limit: 9
         resume: true
-        parallel: {device: cpu, share-gpu: yes, numerics: fast}
+        parallel: {device: cpu, share-gpu: yes, numerics: fast, tensor-parallel: 2}
         communication: {backend: mpi}
         batching: {max_batch_size: 8, kv_memory: 4GiB}
         sampling:
@@ -140,7 +140,7 @@ def test_every_flag_can_come_from_the_file(config):
     """
     sampling = SamplingParams(5, 0.5, 3, 0.9, -7, 2, ("a", "no", "3.10"), ignore_eos=True)
     paths = Path("s"), Path("in.jsonl"), Path("out.jsonl")
-    rest = True, "Be", 9, True, Share(), MachineOptions("cpu", "mpi", True, "fast", 8, 4 * 2**30), 20.0
+    rest = True, "Be", 9, True, Share(), MachineOptions("cpu", "mpi", True, "fast", 8, 4 * 2**30, 2), 20.0
     assert parse_options(config(text)) == InferOptions(*paths, sampling, *rest)
 
 
@@ -175,7 +175,7 @@ def test_one_stop_text_needs_no_list(config):
         ("smapling: {temperature: 1}", ("unknown key smapling", "did you mean sampling?")),
         ("communication: {timeout: 3}", ("communication.timeout", "monitoring.stall_timeout")),
         ("server: {port: 80}", ("unknown key server",)),
-        ("tensor_parallel: 2", ("unknown key tensor_parallel",)),
+        ("tensor_parallel: 2", ("unknown key tensor_parallel", "did you mean parallel.tensor_parallel?")),
         ("config: other.yaml", ("unknown key config",)),
         ("zzzzzz: 1", ("unknown key zzzzzz", "the keys are", "sampling.top_k")),
         ("12: 1", ("unknown key 12",)),

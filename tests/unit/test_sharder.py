@@ -10,9 +10,9 @@ import torch
 
 from mpi_tp.errors import ConfigurationError, FileError, UsageError
 from mpi_tp.partition.plan import STRATEGIES, Strategy
+from mpi_tp.shards.join import open_joiner
 from mpi_tp.shards.reader import ShardSet
 from sharder import Sharder
-from sharder.join import open_joiner
 from tests.support.checkpoints import FORMS, bits_equal, write_model_and_config, write_state_dict
 from tests.support.engines import save_tokenizer
 from tests.support.parallel import slice_for

@@ -141,6 +141,19 @@ def test_the_wrong_number_of_ranks_is_told_in_the_words_of_the_contract(tmp_path
     assert str(failure.value) == f"{tmp_path}/{expected}"
 
 
+def test_a_multiple_of_the_ranks_is_so_many_replicas(tmp_path: Path) -> None:
+    write_small(tmp_path / "shards", ranks=4)
+    shards = ShardSet.open(tmp_path / "shards")
+    shards.check_ranks(8)
+    shards.check_ranks(12, tensor_parallel=4)
+    said = "holds 4 ranks but mpirun started 6: use -np 4 or a multiple of it, or python -m sharder SOURCE --ranks 6"
+    with pytest.raises(ConfigurationError, match=said):
+        shards.check_ranks(6)
+    said = "holds 4 ranks but --tensor-parallel is 2: use --tensor-parallel 4, or python -m sharder SOURCE --ranks 2"
+    with pytest.raises(ConfigurationError, match=said):
+        shards.check_ranks(8, tensor_parallel=2)
+
+
 def test_several_threads_may_read_one_file(tmp_path: Path) -> None:
     write_small(tmp_path)
     with ShardSet.open(tmp_path).open_rank(0) as file, ThreadPoolExecutor(4) as pool:

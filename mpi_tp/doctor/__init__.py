@@ -1,0 +1,1 @@
+"""`python -m mpi_tp.doctor`: checks, under the launcher that a job will use, what the job stands on."""
