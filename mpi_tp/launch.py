@@ -36,6 +36,8 @@ from mpi_tp.errors import JobError, StoppedError
 from mpi_tp.last_words import LastWords, outcome
 from mpi_tp.launcher import check_launcher, launched_rank, launched_size
 from mpi_tp.status import Status, StatusFile
+from mpi_tp.stop_request import STOPPING as _STOPPING
+from mpi_tp.stop_request import StopRequest
 from mpi_tp.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
 
 _PATIENCE_SECONDS = 2.0  # how long a failed rank waits for the others to fail alike
 _END_SECONDS = 10.0  # how long a rank with nothing to say waits to be ended
-
-_STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class PeerError(JobError):
@@ -71,6 +71,8 @@ class Job:
         self._heartbeat: Heartbeat | None = None
         if self.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self._heartbeat = watchdog.pulse = Heartbeat(world.Dup())
+        self.stop = StopRequest(self._control)
+        self.watch(self.stop.overdue)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
