@@ -18,6 +18,11 @@ MAX_TEXT_BYTES = 64 << 20
 """A config, index or template that is larger is none; parsed, JSON takes up to thirty times its size."""
 
 
+def is_plain_name(name: str) -> bool:
+    """Say whether a name that stands in a file is that of a file in the same folder, and leads nowhere else."""
+    return name.isprintable() and name not in ("", ".", "..") and "/" not in name
+
+
 def read_text(path: Path) -> str:
     """Read a text. Raises FileError if the file cannot be read, is not UTF-8 or longer than any such file."""
     try:

@@ -29,7 +29,7 @@ class Tokenizer:
         self._backend = backend
         self._chat_template = ChatTemplate(chat_template, special_tokens) if chat_template else None
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        self._longest_token = max(len(token) for token in vocabulary)
+        self._longest_token = max(map(len, vocabulary), default=0)
         self._byte_ids = frozenset(id for token, id in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
         added_tokens = backend.get_added_tokens_decoder()
         # Some models forget to mark the token that ends their answers as a special one.

@@ -151,14 +151,14 @@ def test_template_that_is_no_text_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "generation_config.json"])
 def test_file_that_the_system_refuses_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (save(tmp_path) / name).write_text("{}")
-    read_text = Path.read_text
+    open_file = Path.open
 
-    def refuse(path: Path, **options: Any) -> str:
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
         if path.name == name:
             raise PermissionError(errno.EACCES, "Permission denied")
-        return read_text(path, **options)
+        return open_file(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(FileError, match=rf"{name} cannot be read: Permission denied"):
         Tokenizer.load(tmp_path)
 
