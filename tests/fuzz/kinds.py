@@ -1,0 +1,21 @@
+"""All subjects by kind, with their share of the inputs."""
+
+from tests.fuzz.sets import DamagedSet, ForgedManifest, ForgedRankFile
+from tests.fuzz.sources import Folder, Gguf, Safetensors, TorchZip
+from tests.fuzz.subjects import Subject
+from tests.fuzz.texts import JsonLines, TokenizerFiles
+
+SUBJECTS: dict[str, type[Subject]] = {
+    subject.kind: subject
+    for subject in (
+        DamagedSet,
+        ForgedRankFile,
+        ForgedManifest,
+        Safetensors,
+        Gguf,
+        TorchZip,
+        Folder,
+        JsonLines,
+        TokenizerFiles,
+    )
+}
