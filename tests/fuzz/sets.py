@@ -18,6 +18,7 @@ from sharder import Sharder
 from sharder.inspect import describe
 from sharder.join import open_joiner
 from sharder.verify import verify
+from tests.fuzz.hdf5_blocks import find_blocks, mend
 from tests.fuzz.mutations import change_bytes, change_json, json_bytes
 from tests.fuzz.subjects import Finding, Subject, change
 from tests.support.checkpoints import bits_equal
@@ -87,6 +88,10 @@ class ForgedRankFile(_Set):
 
     kind = "hdf5"
 
+    def __init__(self, base: Path, scratch: Path) -> None:
+        super().__init__(base, scratch)
+        self._blocks = [find_blocks((base / entry.name).read_bytes()) for entry in self.manifest.files]
+
     def make(self, rng: random.Random) -> bool:
         rank = rng.randrange(RANKS)
         entry = self.manifest.files[rank]
@@ -107,20 +112,12 @@ class ForgedRankFile(_Set):
         return same
 
     def _change(self, rng: random.Random, data: bytes, rank: int) -> bytes:
-        """Change bytes between the tensors, where the structure is, and leave the size alone most of the time."""
+        """Change a block of the structure, and mend HDF5's own checksum of it most of the time."""
         changed = bytearray(data)
-        for _ in range(rng.choice((1, 1, 2, 3))):
-            position = rng.choice(self._structure(data, rank))
-            piece = change_bytes(rng, bytes(changed[position : position + 16]), 0, 8)
-            changed[position : position + 16] = piece[:16] if rng.random() < 0.9 else piece
-        return bytes(changed)
-
-    def _structure(self, data: bytes, rank: int) -> list[int]:
-        """Return the places outside the tensors that are not empty."""
-        inside = bytearray(len(data))
-        for start, stop in self.extents[rank]:
-            inside[start:stop] = b"\1" * (stop - start)
-        return [position for position, byte in enumerate(data) if byte and not inside[position]]
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            start, end = rng.choice(self._blocks[rank])
+            changed[start:end] = change_bytes(rng, bytes(changed[start:end])).ljust(end - start, b"\0")[: end - start]
+        return mend(changed, self._blocks[rank]) if rng.random() < 0.9 else bytes(changed)
 
 
 class ForgedManifest(_Set):
