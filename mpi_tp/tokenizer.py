@@ -12,6 +12,7 @@ from mpi_tp.detokenizer import Detokenizer
 from mpi_tp.errors import ConfigurationError, FileError
 from mpi_tp.model_files import GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, read_json
 
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell one, no tokenizer can read it
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -110,7 +111,7 @@ def _special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
     for name, token in config.items():
         if name.endswith("_token") and isinstance(token, str | dict):
             text = token if isinstance(token, str) else token.get("content")
-            if not isinstance(text, str):
+            if not isinstance(text, str) or _SURROGATE.search(text):
                 raise FileError(f"{path} is damaged: the content of {name} is {text!r}: it must be text")
             tokens[name] = text
     return tokens

@@ -10,7 +10,7 @@ from typing import Any
 
 import h5py
 import numpy as np
-from h5py import h5a, h5d, h5g, h5l, h5o, h5t
+from h5py import h5a, h5d, h5g, h5l, h5o, h5s, h5t
 
 from mpi_tp.errors import FileError
 from mpi_tp.shards.dtypes import hdf5_type
@@ -120,7 +120,8 @@ def _read_attribute(attribute: h5a.AttrID) -> Any:
     kind, space = attribute.get_type(), attribute.get_space()
     num_bytes = space.get_simple_extent_npoints() * kind.get_size()
     is_text = kind.get_class() == h5t.STRING and not kind.is_variable_str() and space.get_simple_extent_ndims() == 0
-    if num_bytes > MAX_ATTRIBUTE_BYTES or not (is_text or kind == h5t.STD_I64LE):
+    is_empty = space.get_simple_extent_type() == h5s.NULL
+    if is_empty or num_bytes > MAX_ATTRIBUTE_BYTES or not (is_text or kind == h5t.STD_I64LE):
         return f"({num_bytes} bytes of another type)"
     value = np.empty(space.get_simple_extent_dims(), f"S{kind.get_size()}" if is_text else np.int64)
     attribute.read(value)

@@ -111,9 +111,7 @@ def _check_architecture(metadata: Mapping[str, Any], path: Path) -> None:
         known = ", ".join(ARCHITECTURES)
         raise ConfigurationError(f"{path} has the architecture {architecture!r}; known in GGUF are {known}")
     if (count := metadata.get("split.count", 1)) not in (0, 1):
-        raise ConfigurationError(
-            f"{path} is one of {count!r:.20} parts; join them first: gguf-split --merge FIRST OUT"
-        )
+        raise ConfigurationError(f"{path} is one of {count!r:.20} parts; join them first: gguf-split --merge FIRST OUT")
 
 
 def _rename(tensors: tuple[GgufTensor, ...], path: Path) -> tuple[dict[str, GgufTensor], GgufTensor | None]:

@@ -142,7 +142,7 @@ def _members(entries: Sequence[zipfile.ZipInfo], size: int, path: Path) -> dict[
 def _is_extra_field(extra: bytes) -> bool:
     """Say whether the bytes before a record's data are a zip extra field; its length has no checksum of its own."""
     position = 0
-    while position + 4 <= len(extra):
+    while position + 4 <= len(extra) and extra[position : position + 2] != b"\0\0":  # no field has the number 0
         position += 4 + int.from_bytes(extra[position + 2 : position + 4], "little")
     return position == len(extra)
 

@@ -1,6 +1,6 @@
 """All subjects by kind, with their share of the inputs."""
 
-from tests.fuzz.sets import DamagedSet, ForgedManifest, ForgedRankFile
+from tests.fuzz.sets import DamagedSet, ForgedManifest, ForgedRankFile, MendedRankFile
 from tests.fuzz.sources import Folder, Gguf, Safetensors, TorchZip
 from tests.fuzz.subjects import Subject
 from tests.fuzz.texts import JsonLines, TokenizerFiles
@@ -10,6 +10,7 @@ SUBJECTS: dict[str, type[Subject]] = {
     for subject in (
         DamagedSet,
         ForgedRankFile,
+        MendedRankFile,
         ForgedManifest,
         Safetensors,
         Gguf,
@@ -19,3 +20,6 @@ SUBJECTS: dict[str, type[Subject]] = {
         TokenizerFiles,
     )
 }
+
+IN_PROCESS = [kind for kind in SUBJECTS if kind != MendedRankFile.kind]
+"""Kinds that cannot take the process with them."""
