@@ -25,6 +25,7 @@ from mpi_tp.shards.checksum import tensor_bytes
 from sharder.formats.base import SingleFile, TensorSpec, pread_into
 
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature; lengths of the name and of the extra field after the header
+ANY_HEADER = b"PK"  # what comes after a record's data, be it another's header, a descriptor or the directory
 MODEL_KEYS = ("model", "state_dict")
 RESAVE = "load it in PyTorch and save it again with torch.save(model.state_dict(), …)"
 
@@ -112,9 +113,10 @@ class TorchFileReader(SingleFile):
                 f"{self.path} is damaged: zip record {member.filename} has {record.size} bytes "
                 f"from byte {record.offset}, the file {self.size}"
             )
-        names = self.read_header(start, name_length + extra_length, f"zip record {member.filename}")
-        if names[:name_length] != member.orig_filename.encode() or not _is_extra_field(names[name_length:]):
-            raise FileError(f"{self.path} is damaged: zip record {member.filename} begins with another one's header")
+        name = self.read_header(start, name_length, f"zip record {member.filename}")
+        following = self.read_header(record.offset + record.size, len(ANY_HEADER), f"the end of {member.filename}")
+        if name != member.orig_filename.encode() or following != ANY_HEADER:
+            raise FileError(f"{self.path} is damaged: zip record {member.filename} is not where its header says")
         return record
 
 
@@ -137,14 +139,6 @@ def _members(entries: Sequence[zipfile.ZipInfo], size: int, path: Path) -> dict[
             raise FileError(f"{path} is damaged: zip record {entry.filename} has {entry.compress_size} of {size} bytes")
         members[entry.filename] = entry
     return members
-
-
-def _is_extra_field(extra: bytes) -> bool:
-    """Say whether the bytes before a record's data are a zip extra field; its length has no checksum of its own."""
-    position = 0
-    while position + 4 <= len(extra) and extra[position : position + 2] != b"\0\0":  # no field has the number 0
-        position += 4 + int.from_bytes(extra[position + 2 : position + 4], "little")
-    return position == len(extra)
 
 
 def _find_root(members: Mapping[str, zipfile.ZipInfo], path: Path) -> str:

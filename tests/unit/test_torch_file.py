@@ -219,7 +219,7 @@ def test_a_record_whose_own_header_lies_is_damage(tmp_path: Path) -> None:
         damaged = bytearray(path.read_bytes())
         damaged[at + field] ^= 4
         (tmp_path / "b.pt").write_bytes(damaged)
-        with pytest.raises(FileError, match="zip record a/data/0 begins with another one's header"):
+        with pytest.raises(FileError, match="zip record a/data/0 is not where its header says"):
             open_checkpoint(tmp_path / "b.pt")
 
 
