@@ -109,7 +109,10 @@ def _convert(where: str, action: argparse.Action, value: Any) -> Any:
 
 def _convert_one(where: str, action: argparse.Action, value: Any) -> Any:
     if not isinstance(value, str):
-        raise UsageError(f"{where} is {value!r}: it must be one value")
+        hint = (
+            f": write {','.join(value)!r}" if isinstance(value, list) and all(isinstance(i, str) for i in value) else ""
+        )
+        raise UsageError(f"{where} is {value!r}: it must be one value{hint}")
     convert: Any = action.type or str
     try:
         converted = convert(value)

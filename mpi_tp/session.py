@@ -135,7 +135,7 @@ def open_runner(session: Session) -> Runner:
 
 def _make_runner(session: Session, model: CausalLM, caches: list[Cache], max_length: int) -> Runner:
     if session.device.type == "cpu":
-        return HostRunner(model, caches, session.device)
+        return HostRunner(model, caches)
     from mpi_tp.engine.device_runner import DeviceRunner  # which brings Triton
 
     size = session.options.max_batch_size

@@ -33,14 +33,13 @@ class Runner(Protocol):
 
 
 class HostRunner:
-    """Runs the forward pass at once; rank 0 samples with numpy when it waits for the tokens."""
+    """Runs the forward pass on the CPU, at once; rank 0 samples with numpy when it waits for the tokens."""
 
     steps_in_flight = 0
 
-    def __init__(self, model: CausalLM, caches: list[Cache], device: torch.device) -> None:
+    def __init__(self, model: CausalLM, caches: list[Cache]) -> None:
         self._model = model
         self._caches = caches
-        self._device = device
         self.num_blocks = len(caches[0][0])
 
     @torch.inference_mode()
@@ -54,15 +53,16 @@ class HostRunner:
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Return the hidden states [R, K] of the plan's logit rows."""
         inputs = AttentionInputs(
-            positions=self._put(plan.positions),
-            sequence_ids=self._put(plan.sequence_ids),
-            block_tables=torch.from_numpy(plan.block_tables).to(self._device),
-            slots=self._put(plan.slots),
+            positions=_tensor(plan.positions),
+            sequence_ids=_tensor(plan.sequence_ids),
+            block_tables=torch.from_numpy(plan.block_tables),
+            slots=_tensor(plan.slots),
         )
-        return self._model(self._put(plan.ids), inputs, self._caches, self._put(plan.logit_rows))
+        return self._model(_tensor(plan.ids), inputs, self._caches, _tensor(plan.logit_rows))
 
-    def _put(self, array: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, torch.int64)
+
+def _tensor(array: NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(array).to(torch.int64)
 
 
 class HostOutput:
@@ -75,5 +75,5 @@ class HostOutput:
     def wait(self) -> Sampled:
         """Choose the tokens."""
         if self._sampling is None:
-            return Sampled(self._result.cpu().numpy(), None)
-        return sample(self._result.float().cpu().numpy(), self._sampling)
+            return Sampled(self._result.numpy(), None)
+        return sample(self._result.float().numpy(), self._sampling)

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterable
-from collections.abc import Sequence as List
 
 import numpy as np
 
@@ -82,7 +81,7 @@ class Scheduler:
             room -= chunks[-1].stop - chunks[-1].start
         return chunks
 
-    def remove(self, sequences: List[Sequence]) -> None:
+    def remove(self, sequences: list[Sequence]) -> None:
         """Take sequences out, finished or not, and give back their blocks."""
         gone = set(sequences)
         if any(len(sequence.blocks) == 0 for sequence in sequences):

@@ -1,7 +1,7 @@
 """One step of the engine as rank 0 announces it: which tokens run, where they stand, whose next ones are wanted."""
 
 import itertools
-from collections.abc import Sequence as List
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,7 +48,7 @@ class StepPlan:
     sampling: SamplingRows | None = None
 
 
-def plan_step(chunks: List[Chunk], block_size: int) -> StepPlan:
+def plan_step(chunks: list[Chunk], block_size: int) -> StepPlan:
     """Pack the chunks, in order, into one plan, and note in their sequences which row gives them their next token."""
     sequences, *spans, ends_sequence = zip(*chunks, strict=True) if chunks else ((), (), (), ())
     starts, stops = np.array(spans, np.int32)
@@ -73,7 +73,7 @@ def plan_step(chunks: List[Chunk], block_size: int) -> StepPlan:
     )
 
 
-def _ids(chunks: List[Chunk]) -> NDArray[np.int32]:
+def _ids(chunks: list[Chunk]) -> NDArray[np.int32]:
     ids: list[int] = []
     for sequence, start, stop, _ in chunks:
         if start < len(sequence.tokens):
@@ -83,7 +83,7 @@ def _ids(chunks: List[Chunk]) -> NDArray[np.int32]:
     return np.array(ids, np.int32)
 
 
-def _block_tables(sequences: List[Sequence]) -> NDArray[np.int32]:
+def _block_tables(sequences: Iterable[Sequence]) -> NDArray[np.int32]:
     blocks = [sequence.blocks for sequence in sequences]
     counts = np.array([len(own) for own in blocks], np.int32)
     columns = np.arange(counts.max(initial=0), dtype=np.int32)
@@ -93,7 +93,7 @@ def _block_tables(sequences: List[Sequence]) -> NDArray[np.int32]:
     return tables
 
 
-def _sampling_rows(sequences: List[Sequence]) -> SamplingRows | None:
+def _sampling_rows(sequences: list[Sequence]) -> SamplingRows | None:
     """Return how the next tokens of the sequences, which have room for them already, are chosen."""
     logprobs = any(sequence.params.logprobs for sequence in sequences)
     if not logprobs and not any(sequence.uniforms for sequence in sequences):

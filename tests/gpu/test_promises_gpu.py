@@ -20,7 +20,13 @@ CUTS = ((0, 1), (1, 4), (5, 69), (64, 128), (37, 130))
 DTYPES = pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
 HEADS = pytest.mark.parametrize(
     ("dtype", "groups", "width"),
-    [(BF16, (4, 4, 4), 128), (BF16, (2, 3), 24), (BF16, (5,), 12), (torch.float32, (2, 3), 24), (torch.float32, (1, 1), 80)],
+    [
+        (BF16, (4, 4, 4), 128),
+        (BF16, (2, 3), 24),
+        (BF16, (5,), 12),
+        (torch.float32, (2, 3), 24),
+        (torch.float32, (1, 1), 80),
+    ],
     ids=str,
 )
 

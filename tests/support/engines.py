@@ -168,7 +168,7 @@ def build_runner(setting: Setting, comm: Communicator) -> RecordingRunner:
     caches = allocate_cache(config, setting.num_blocks, comm.rank, comm.size, torch.float32, CPU)
     for part in (part for cache in caches for part in cache):
         part.fill_(float("nan"))  # whoever reads what nobody wrote is found out
-    return setting.runner(CausalLM(context, config), caches, CPU, spoil=setting.spoil)
+    return setting.runner(CausalLM(context, config), caches, spoil=setting.spoil)
 
 
 def build_engine(setting: Setting, comm: Communicator, runner: Runner) -> Engine:

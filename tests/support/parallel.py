@@ -61,7 +61,7 @@ def all_logits(
         next_block += len(sequence.blocks)
         sequences.append(sequence)
     dtype = kernels.activation_dtype or next(iter(weights.values())).dtype
-    runner = HostRunner(model, allocate_cache(parsed, next_block, comm.rank, comm.size, dtype, CPU), CPU)
+    runner = HostRunner(model, allocate_cache(parsed, next_block, comm.rank, comm.size, dtype, CPU))
     rows: list[list[torch.Tensor]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), chunk):
         chunks = [

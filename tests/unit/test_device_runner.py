@@ -62,7 +62,7 @@ def outcomes(
     parsed = parse_config(config)
     causal_lm = CausalLM(layer_context(config, hf_weights(model), comm, kernels, "column_wise"), parsed)
     caches = allocate_cache(parsed, num_blocks, 0, 1, torch.float32, CPU)
-    runner: Runner = HostRunner(causal_lm, caches, CPU)
+    runner: Runner = HostRunner(causal_lm, caches)
     if on_device:
         from mpi_tp.engine.device_runner import DeviceRunner
 

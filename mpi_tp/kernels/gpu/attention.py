@@ -83,12 +83,12 @@ def _attend_unit(
 
 
 @triton.jit
-def _column_sums(weight_LR, KIND: tl.constexpr, L: tl.constexpr):
+def _column_sums(weight_LR, DTYPE: tl.constexpr, L: tl.constexpr):
     """Sum each column in an order that the number of columns does not change.
 
     On tensor cores the layout of products fixes it. In float32 the layout varies, and only a product has one order.
     """
-    if KIND == tl.float32:
+    if DTYPE.is_fp32():
         return tl.max(tl.dot(tl.full((16, L), 1.0, tl.float32), weight_LR, input_precision="ieee"), 0)
     return tl.sum(weight_LR, 0)
 
@@ -278,7 +278,8 @@ class _Call:
             inputs.block_tables.stride(0), keys.stride(0), self.window,
             SCALE=width**-0.5 * math.log2(math.e), S=keys.shape[1], D=width,
             D_PADDED=max(triton.next_power_of_2(width), MIN_ROWS), GROUP=triton.next_power_of_2(heads.largest_group),
-            R=rows, L=FLOAT32_KEYS if keys.itemsize == 4 else min(KEYS, unit), UNIT=unit, SINGLE=single, SPLIT=units > 1,
+            R=rows, L=FLOAT32_KEYS if keys.itemsize == 4 else min(KEYS, unit), UNIT=unit,
+            SINGLE=single, SPLIT=units > 1,
             PREFETCH=single and count * heads.num_kv_heads * units <= PREFETCHING_PROGRAMS, LINE=128 // keys.itemsize,
             num_warps=4, num_stages=2, enable_fp_fusion=False, **launch_options(),
         )  # fmt: skip
