@@ -19,12 +19,11 @@ def find_blocks(data: bytes) -> list[Block]:
     return [(start, end) for start, end in ends if end]
 
 
-def mend(data: bytes, blocks: list[Block]) -> bytes:
-    """Return the bytes with every block's checksum computed anew."""
-    mended = bytearray(data)
+def mend(data: bytearray, blocks: list[Block]) -> bytes:
+    """Return the bytes, which are changed too, with every block's checksum computed anew."""
     for start, end in blocks:
-        mended[end : end + 4] = int(_lookup3(np.frombuffer(mended[start:end], np.uint8))).to_bytes(4, "little")
-    return bytes(mended)
+        data[end : end + 4] = int(_lookup3(np.frombuffer(data[start:end], np.uint8))).to_bytes(4, "little")
+    return bytes(data)
 
 
 @numba.njit
