@@ -11,6 +11,8 @@ import torch
 
 from tests.fuzz.kinds import SUBJECTS
 
+START_SECONDS = 900
+"""Imports and the sound files, on a machine that does much else."""
 STALL_SECONDS = 120
 MEMORY_BYTES = 12 << 30
 """Address space of the process that reads: what would need more is a finding."""
@@ -39,6 +41,7 @@ def fuzz(kind: str, seed: int, count: int, folder: Path) -> int:
 def _collect(receiver: Connection, first: int, count: int, outcomes: Counter[str], kind: str) -> tuple[int, int]:
     """Take what a process reports until it ends, crashes or stalls; return the next index and the findings."""
     findings = 0
+    receiver.poll(START_SECONDS)
     for index in range(first, count):
         try:
             outcome, report = receiver.recv() if receiver.poll(STALL_SECONDS) else ("STALL", "")
