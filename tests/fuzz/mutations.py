@@ -1,5 +1,6 @@
 """Seeded changes to bytes and to JSON values."""
 
+import copy
 import json
 import random
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ def change_json(rng: random.Random, value: Any) -> Any:
     for _ in range(rng.choice((1, 1, 2, 3))):
         containers = list(_containers(changed))
         if not containers:
-            return rng.choice(VALUES)
+            return copy.deepcopy(rng.choice(VALUES))
         container = rng.choice(containers)
         keys = list(container) if isinstance(container, dict) else list(range(len(container)))
         if keys:
@@ -88,15 +89,15 @@ def _change_item(rng: random.Random, container: Any, key: Any) -> None:
     if action == 0:
         del container[key]
     elif action == 1 and isinstance(container, dict):
-        container[rng.choice(TEXTS)] = container[key]
+        container[rng.choice(TEXTS)] = copy.deepcopy(container[key])
     elif action == 1:
-        container.append(container[key])
+        container.append(copy.deepcopy(container[key]))
     elif action == 2 and type(container[key]) is int:
         container[key] += rng.choice((-1, 1, 10**6, 10**15))
     elif action == 3:
         container[key] = _nested(rng.choice((3, 50, 100_000)))
     else:
-        container[key] = rng.choice(VALUES)
+        container[key] = copy.deepcopy(rng.choice(VALUES))
 
 
 def _nested(depth: int) -> str:
