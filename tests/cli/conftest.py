@@ -17,6 +17,7 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_mpi_yield_when_idle": "1",  # ranks that wait would take the cores from those that work
     "OMP_NUM_THREADS": "1",
     "HDF5_USE_FILE_LOCKING": "FALSE",
 }

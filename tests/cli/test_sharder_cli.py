@@ -15,6 +15,7 @@ import torch
 from mpi_tp.models.families import tensor_table
 from sharder import Sharder
 from tests.support.engines import save_tokenizer
+from tests.support.forked import run_module
 from tests.support.shards import contents, write_small
 from tests.support.tiny import AWKWARD
 
@@ -68,17 +69,9 @@ sys.exit(sharder.program.run_program(sharder.__main__.main))
 
 
 def run(
-    *arguments: str | Path, module: str = "sharder", preexec: Callable[[], None] | None = None
+    *arguments: str | Path, module: str = "sharder", prepare: Callable[[], None] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=120,
-        check=False,
-        preexec_fn=preexec,
-    )
+    return run_module(module, arguments, prepare)
 
 
 def check_failure(done: subprocess.CompletedProcess[str], code: int, *parts: str) -> None:
@@ -251,7 +244,7 @@ def limit_file_size() -> None:
 def test_a_limit_on_the_file_size(base: Path, tmp_path: Path) -> None:
     write_small(tmp_path / "shards")
     before = contents(tmp_path)
-    done = run(base, "--ranks", 2, "-o", tmp_path / "shards", "--overwrite", preexec=limit_file_size)
+    done = run(base, "--ranks", 2, "-o", tmp_path / "shards", "--overwrite", prepare=limit_file_size)
     check_failure(done, 74, f"cannot write {tmp_path}/shards/: File too large")
     assert contents(tmp_path) == before
 
