@@ -1,11 +1,13 @@
 """The command line of `python -m mpi_tp.infer`."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
+from mpi_tp.array_job import Share, array_share, task_output
 from mpi_tp.engine.request import SAMPLING_FIELDS, SamplingParams
 from mpi_tp.errors import UsageError
 from mpi_tp.machine_options import CommChoice, DeviceChoice, MachineOptions, Numerics
@@ -27,7 +29,7 @@ class InferOptions:
     """What one run of batch inference is asked to do.
 
     `input` None stands for the built-in prompts, STDIN for standard input; `output` None is standard output.
-    `stall_timeout` is in seconds.
+    `share` are the lines of a Slurm array task, of the first `limit` of the input. `stall_timeout` is in seconds.
     """
 
     shards: Path
@@ -37,6 +39,8 @@ class InferOptions:
     chat: bool
     system: str | None
     limit: int | None
+    resume: bool
+    share: Share
     machine: MachineOptions
     stall_timeout: float
 
@@ -55,17 +59,24 @@ def parse_options(argv: Sequence[str]) -> InferOptions:
     machine = MachineOptions(**{field.name: values.pop(field.name) for field in fields(MachineOptions)})
     values["shards"] = Path(args.shards)
     values["input"] = args.input if args.input in (None, STDIN) else Path(args.input)
-    values["output"] = None if args.output in (None, "-") else Path(args.output)
+    values["output"] = None if args.output in (None, "-") else task_output(Path(args.output), os.environ)
+    values["share"] = array_share(os.environ)
     return _consistent(InferOptions(sampling=sampling, machine=machine, **values))
 
 
 def _consistent(options: InferOptions) -> InferOptions:
     if options.system is not None and not options.chat:
         raise UsageError(f"--system {options.system!r} goes in front of chat prompts only: add --chat")
+    if options.resume and (options.output is None or _is_device(options.output)):
+        raise UsageError("--resume goes on from the journal beside an output file: name one with --output FILE")
     same = isinstance(options.input, Path) and options.output and options.input.resolve() == options.output.resolve()
     if same:
         raise UsageError(f"--input and --output are both {options.input}: name another output")
     return options
+
+
+def _is_device(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 class Flags(Protocol):
@@ -105,7 +116,13 @@ def _add_files(flags: Flags) -> None:
     flags.add_argument(
         "--output",
         metavar="FILE",
-        help="one record a line, in input order; it appears when the job is done (stdout)",
+        help="one record a line, in input order; it appears when the job is done, until then FILE.journal holds the "
+        "records; %%a is the task id of a Slurm array (stdout)",
+    )
+    flags.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with FILE.journal of --output FILE, if there is one: serve the lines that it does not answer",
     )
     flags.add_argument("--limit", metavar="N", type=positive_int, help="stop after N input lines")
     flags.add_argument("--chat", action="store_true", help="send each plain prompt as a user's chat message")

@@ -31,6 +31,8 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from mpi_tp.errors import ConfigurationError, JobError, StoppedError
+from mpi_tp.stop_request import STOPPING as _STOPPING
+from mpi_tp.stop_request import StopRequest
 from mpi_tp.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -41,8 +43,6 @@ _TURN_SECONDS = 1.0  # ranks that fail without knowing of each other speak in tu
 _LAST_TURN = 16
 _FORWARD_SECONDS = 0.2  # lets the launcher pass on the last words before it is told to end all ranks
 _END_SECONDS = 10.0  # how long a rank with nothing to say waits to be ended
-
-_STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class PeerError(JobError):
@@ -57,6 +57,7 @@ class Job:
         self.rank: int = world.rank
         self.size: int = world.size
         self._control = world.Dup()  # its messages meet no others, whatever a failed rank was doing
+        self.stop = StopRequest(self._control)
         self._watchdog = Watchdog(stall_timeout, self._end_from_watchdog)
         self._watchdog.start(launched=self.size > 1)
 

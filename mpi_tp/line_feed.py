@@ -4,9 +4,10 @@ import queue
 import threading
 from collections.abc import Iterator
 
-from mpi_tp.records.lines import BadLine, InputLine
+from mpi_tp.records.lines import Line
 
-Line = InputLine | BadLine
+IndexedLine = tuple[int, Line]
+"""A line and its place among all lines of the job, 0, 1, 2 …"""
 
 READ_AHEAD = 256
 """Lines held in memory before they are asked for."""
@@ -15,12 +16,12 @@ READ_AHEAD = 256
 class LineFeed:
     """The lines of `lines`, in order, as they become available."""
 
-    def __init__(self, lines: Iterator[Line]) -> None:
-        self._queue: queue.Queue[Line | Exception | None] = queue.Queue(READ_AHEAD)
+    def __init__(self, lines: Iterator[IndexedLine]) -> None:
+        self._queue: queue.Queue[IndexedLine | Exception | None] = queue.Queue(READ_AHEAD)
         self.is_exhausted = False
         threading.Thread(target=self._read, args=(lines,), daemon=True, name="input reader").start()
 
-    def next_line(self, wait_seconds: float) -> Line | None:
+    def next_line(self, wait_seconds: float) -> IndexedLine | None:
         """Return the next line; None if there is none yet after waiting, or none any more (`is_exhausted`).
 
         Raises what reading the input raised.
@@ -36,7 +37,7 @@ class LineFeed:
         self.is_exhausted = item is None
         return item
 
-    def _read(self, lines: Iterator[Line]) -> None:
+    def _read(self, lines: Iterator[IndexedLine]) -> None:
         try:
             for line in lines:
                 self._queue.put(line)

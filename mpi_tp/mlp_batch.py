@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -52,9 +53,12 @@ def serve_rows(job: Job, shards: ShardSet, options: InferOptions) -> RunReport |
     """Run all rows of the input through the stack and write the outputs; collective; returns rank 0's report."""
     config = parse_config(shards.config)
     assert isinstance(config, MLPConfig), f"no stack of linear layers: {config.model_type}"
+    if options.resume and job.rank == 0:
+        print("mpi_tp: --resume: rows have no journal, all of them are computed", file=sys.stderr)
     with contextlib.ExitStack() as files:
         with job.phase("opening files"):
             rows = read_rows(options.input, config.layer_sizes[0], options.sampling.seed)[: options.limit]
+            rows = rows[options.share.index :: options.share.count]
             write = files.enter_context(open_rows_output(options.output)) if job.rank == 0 else None
         session = open_session(job, shards, options.machine)
         start_seconds = seconds_since_start()

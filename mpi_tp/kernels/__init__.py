@@ -19,12 +19,17 @@ from mpi_tp.kernels.torch_kernels import TorchKernels
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def is_invariant(device: torch.device, numerics: str) -> bool:
+    """Return what numerics, which is auto, invariant or fast, means on `device`."""
+    return numerics == "invariant" or (numerics == "auto" and device.type == "cpu")
+
+
 def select(device: torch.device, numerics: str, dtype: torch.dtype) -> Kernels:
     """Return the kernels for weights of `dtype` on `device`; `numerics` is auto, invariant or fast.
 
     `auto` means invariant on the CPU and fast on a GPU. Raises ConfigurationError where there is no such kernel.
     """
-    invariant = numerics == "invariant" or (numerics == "auto" and device.type == "cpu")
+    invariant = is_invariant(device, numerics)
     if device.type == "cpu" and not invariant:
         return TorchKernels()
     if dtype not in DTYPES:

@@ -9,6 +9,7 @@ import codecs
 import dataclasses
 import gzip
 import io
+import itertools
 import json
 import reprlib
 import sys
@@ -20,7 +21,7 @@ from typing import BinaryIO, NoReturn, cast
 from mpi_tp.engine.request import SAMPLING_FIELDS, SamplingParams
 from mpi_tp.errors import FileError
 from mpi_tp.records import fields, openai_batch
-from mpi_tp.records.lines import BadLine, InputLine, JsonObject, LineError, Message, Prompt
+from mpi_tp.records.lines import BadLine, InputLine, JsonObject, Line, LineError, Message, Prompt
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _PROMPT_READERS: dict[str, Callable[[str, object], Prompt]] = {
@@ -32,9 +33,17 @@ _OPTION_NAMES = {name: name for name in sorted(SAMPLING_FIELDS)} | {"max_tokens"
 
 
 def read_lines(
-    source: Path | None, sampling: SamplingParams, *, chat: bool = False, system: str | None = None
-) -> Iterator[InputLine | BadLine]:
+    source: Path | None,
+    sampling: SamplingParams,
+    *,
+    chat: bool = False,
+    system: str | None = None,
+    wanted: Callable[[int], bool] = lambda index: True,
+    limit: int | None = None,
+) -> Iterator[Line]:
     """Yield one item for each line that is not blank, reading no further than asked.
+
+    Lines that are not blank count: of the first `limit` those are read whose index, from 0, is `wanted`.
 
     `source` None is standard input. A file named *.txt (*.txt.gz) holds one prompt a line, any other JSON Lines; gzip
     is recognised by content. A line's own options win over `sampling`; its default seed is that of `sampling` plus the
@@ -46,7 +55,8 @@ def read_lines(
     plain = source is not None and source.name.endswith((".txt", ".txt.gz"))
     parser = _Parser(sampling, chat, system)
     parse = parser.plain if plain else parser.json
-    return (parse(number, raw) for number, raw in _numbered(stream, source) if raw.strip())
+    filled = itertools.islice(((number, raw) for number, raw in _numbered(stream, source) if raw.strip()), limit)
+    return (parse(number, raw) for index, (number, raw) in enumerate(filled) if wanted(index))
 
 
 def prompt_lines(

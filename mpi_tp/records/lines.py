@@ -57,3 +57,6 @@ class InputLine:
     def refused(self, type: str, message: str) -> BadLine:
         """Return this line as one that cannot be served after all, for example for its length."""
         return BadLine(self.number, self.id, type, message, self.format)
+
+
+Line = InputLine | BadLine

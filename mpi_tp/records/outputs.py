@@ -1,7 +1,7 @@
 """Output records: their form, their order, and the files that hold them."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 from mpi_tp.atomic import open_output, replacing, write_errors
 from mpi_tp.engine.request import Completion
 from mpi_tp.records import openai_batch
-from mpi_tp.records.lines import BadLine, InputLine, JsonObject
+from mpi_tp.records.lines import BadLine, InputLine, JsonObject, Line
 
 
 def _token_by_id(token: int) -> str:
@@ -68,6 +68,9 @@ class OrderedWriter:
     Records that come early wait in memory. Each is passed to the operating system as soon as its turn comes.
     """
 
+    num_resumed = 0
+    """What is written here cannot be resumed: every line is answered by this run."""
+
     def __init__(self, stream: BinaryIO, name: Path | None) -> None:
         self._stream = stream
         self._name = name
@@ -86,11 +89,18 @@ class OrderedWriter:
             yield writer
             assert not writer._waiting, f"record {writer._next} of the output was never written"
 
-    def write(self, index: int, record: JsonObject) -> None:
-        """Take the record with this number: 0, 1, 2 … each once. Raises FileError, for example for a full disk."""
+    def pending(self, lines: Iterable[Line]) -> Iterator[tuple[int, Line]]:
+        """Yield all lines, each with its index."""
+        return enumerate(lines)
+
+    def write(self, index: int, record: JsonObject, line: Line | None = None) -> None:
+        """Take the record with this index: 0, 1, 2 … each once. Raises FileError, for example for a full disk.
+
+        Nothing depends on the `line` that it answers.
+        """
         assert index >= self._next, f"record {index} was written twice"
         assert index not in self._waiting, f"record {index} came twice"
-        self._waiting[index] = _encode(record) + b"\n"
+        self._waiting[index] = encode(record) + b"\n"
         with write_errors(self._name):
             while self._next in self._waiting:
                 self._stream.write(self._waiting.pop(self._next))
@@ -98,7 +108,8 @@ class OrderedWriter:
             self._stream.flush()
 
 
-def _encode(value: Any) -> bytes:
+def encode(value: Any) -> bytes:
+    """Return JSON in one line, as it is written to outputs."""
     try:
         return json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair, say in an id, exists in JSON only as an escape

@@ -1,5 +1,6 @@
 """A shard set, opened for reading; everything that is cheap to check is checked before the first tensor is read."""
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from mpi_tp.errors import ConfigurationError, FileError
 from mpi_tp.partition.plan import Plan, Strategy
 from mpi_tp.shards.checksum import file_entry
 from mpi_tp.shards.format import MANIFEST_NAME, TOKENIZER_DIRECTORY, Manifest, rank_file_name
-from mpi_tp.shards.manifest import decode_manifest
+from mpi_tp.shards.manifest import decode_manifest, set_id
 from mpi_tp.shards.rank_file import RankFile, damaged, open_sized
 
 
@@ -39,6 +40,12 @@ class ShardSet:
     def set_id(self) -> str:
         """The set's identity, which follows from its content."""
         return self.manifest.set_id
+
+    @property
+    def model_id(self) -> str:
+        """The identity of what was sharded: the same for any number of ranks and any strategy."""
+        whole = dataclasses.replace(self.manifest.options, ranks=1, strategy="column_wise")
+        return set_id(whole, self.manifest.tensors.values())
 
     @property
     def ranks(self) -> int:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -16,6 +15,7 @@ import pytest
 
 from tests.cli.conftest import ROOT, MpiRun
 from tests.cli.test_launch import alone, last_words, wait_until
+from tests.support.processes import rank_pids
 from tests.support.sets import make_sets, save_checkpoint
 from tests.support.shards import flip
 
@@ -118,14 +118,14 @@ def test_a_full_disk_ends_all_ranks(mpirun: MpiRun, sets: dict[int, Path]) -> No
     check_failure(result, 74, "[rank 0/2] cannot write /dev/full: No space left on device")
 
 
-def test_an_output_that_grows_too_large_leaves_nothing_behind(sets: dict[int, Path], tmp_path: Path) -> None:
+def test_an_output_that_grows_too_large_leaves_its_records(sets: dict[int, Path], tmp_path: Path) -> None:
     lines = tmp_path / "in.jsonl"
     lines.write_text(LINE * 50)
     output = tmp_path / "out" / "out.jsonl"
     output.parent.mkdir()
     result = infer_alone(sets[1], "--input", lines, "--output", output, file_size=1000)
-    check_failure(result, 74, f"cannot write {output}: File too large")
-    assert list(output.parent.iterdir()) == []
+    check_failure(result, 74, f"cannot write {output}.journal: File too large")
+    assert [path.name for path in output.parent.iterdir()] == ["out.jsonl.journal"]
 
 
 @pytest.mark.parametrize(
@@ -192,27 +192,6 @@ def test_lines_are_served_as_they_come(mpirun: MpiRun, sets: dict[int, Path], sl
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, ""), err
     assert "4 lines, 1 errors" in err
-
-
-def rank_pids(launcher: int) -> dict[int, int]:
-    """Return the process of each rank that descends from the launcher."""
-    pids = {}
-    for process in Path("/proc").iterdir():
-        try:
-            parent = int(re.findall(r"PPid:\t(\d+)", (process / "status").read_text())[0])
-            environ = (process / "environ").read_bytes()
-        except (OSError, IndexError):
-            continue
-        rank = re.search(rb"\0(?:OMPI_COMM_WORLD_RANK|PMI_RANK)=(\d+)\0", environ)
-        if rank and parent != 1 and _descends(parent, launcher):
-            pids[int(rank[1])] = int(process.name)
-    return pids
-
-
-def _descends(pid: int, ancestor: int) -> bool:
-    while pid not in (0, ancestor):
-        pid = int(re.findall(r"PPid:\t(\d+)", Path(f"/proc/{pid}/status").read_text())[0])
-    return pid == ancestor
 
 
 @pytest.mark.parametrize("rank", [0, 1])

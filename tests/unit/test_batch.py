@@ -17,8 +17,8 @@ from mpi_tp.engine.runner import StepOutput
 from mpi_tp.engine.scheduler import Scheduler
 from mpi_tp.engine.step import StepPlan
 from mpi_tp.errors import FileError
-from mpi_tp.line_feed import READ_AHEAD, Line, LineFeed
-from mpi_tp.records import BadLine, InputLine, OrderedWriter
+from mpi_tp.line_feed import READ_AHEAD, LineFeed
+from mpi_tp.records import BadLine, InputLine, Line, OrderedWriter
 from tests.unit.test_engine_stop import ScriptedRunner
 
 VOCABULARY = 10
@@ -62,7 +62,7 @@ class Run:
         )
         self.stream = io.BytesIO()
         self.seen: list[int] = []
-        self.batch = Batch(engine, LineFeed(iter(lines)), OrderedWriter(self.stream, None))
+        self.batch = Batch(engine, LineFeed(enumerate(lines)), OrderedWriter(self.stream, None))
         self._keep_alive_seconds = keep_alive_seconds
 
     def to_the_end(self) -> list[dict[str, object]]:
@@ -163,12 +163,12 @@ def test_a_feed_says_when_it_is_empty_and_when_it_has_ended() -> None:
         assert come.wait(10)
         yield bad(1)
 
-    feed = LineFeed(lines())
+    feed = LineFeed(enumerate(lines()))
     assert feed.next_line(0) is None
     assert feed.next_line(0.01) is None
     assert not feed.is_exhausted
     come.set()
-    assert feed.next_line(10) == bad(1)
+    assert feed.next_line(10) == (0, bad(1))
     assert feed.next_line(10) is None
     assert feed.is_exhausted
     assert feed.next_line(10) is None

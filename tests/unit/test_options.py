@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mpi_tp.array_job import Share
 from mpi_tp.engine.request import SamplingParams
 from mpi_tp.errors import FileError, UsageError
 from mpi_tp.infer_options import SECTIONS, STDIN, InferOptions, _parser, parse_options
@@ -41,6 +42,8 @@ def test_bare_command_has_the_defaults_of_the_contract():
         chat=False,
         system=None,
         limit=None,
+        resume=False,
+        share=Share(),
         machine=MachineOptions(
             device="auto",
             comm="auto",
@@ -57,11 +60,12 @@ def test_every_flag_reaches_its_field():
     argv = (
         "--shards s --input in.jsonl --output out.jsonl --max-new-tokens 5 --temperature 0.5 --top-k 3 --top-p 0.9 "
         "--seed -7 --n 2 --stop a --stop b --ignore-eos --chat --system Be --logprobs --limit 9 --comm mpi --share-gpu "
-        "--device cpu --numerics fast --max-batch-size 8 --kv-memory 1KiB --stall-timeout 1.5"
+        "--device cpu --numerics fast --max-batch-size 8 --kv-memory 1KiB --stall-timeout 1.5 "
+        "--resume"
     )
     sampling = SamplingParams(5, 0.5, 3, 0.9, -7, 2, ("a", "b"), ignore_eos=True, logprobs=True)
     paths = Path("s"), Path("in.jsonl"), Path("out.jsonl")
-    rest = True, "Be", 9, MachineOptions("cpu", "mpi", True, "fast", 8, 1024), 1.5
+    rest = True, "Be", 9, True, Share(), MachineOptions("cpu", "mpi", True, "fast", 8, 1024), 1.5
     assert parse_options(argv.split()) == InferOptions(*paths, sampling, *rest)
 
 
@@ -93,7 +97,9 @@ def test_a_dash_is_standard_input_and_output():
         "--stall-timeout 0",
         "--stall-timeout nan",
         "--temp 1",  # an abbreviation would change its meaning when a flag is added
-        "--resume",
+        "--resume",  # of what? There is no journal of standard output
+        "--resume --output -",
+        "--resume --output /dev/null",
         "--tensor-parallel 2",
         "--trace t.json",
         "--system hello",  # without --chat it would do nothing
@@ -116,6 +122,7 @@ def test_every_flag_can_come_from_the_file(config):
         chat: true
         system: Be
         limit: 9
+        resume: true
         parallel: {device: cpu, share-gpu: yes, numerics: fast}
         communication: {backend: mpi}
         batching: {max_batch_size: 8, kv_memory: 4GiB}
@@ -133,7 +140,7 @@ def test_every_flag_can_come_from_the_file(config):
     """
     sampling = SamplingParams(5, 0.5, 3, 0.9, -7, 2, ("a", "no", "3.10"), ignore_eos=True)
     paths = Path("s"), Path("in.jsonl"), Path("out.jsonl")
-    rest = True, "Be", 9, MachineOptions("cpu", "mpi", True, "fast", 8, 4 * 2**30), 20.0
+    rest = True, "Be", 9, True, Share(), MachineOptions("cpu", "mpi", True, "fast", 8, 4 * 2**30), 20.0
     assert parse_options(config(text)) == InferOptions(*paths, sampling, *rest)
 
 

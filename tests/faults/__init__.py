@@ -1,0 +1,1 @@
+"""Faults against whole jobs, for minutes to hours: scripts outside continuous integration."""
