@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -182,24 +183,28 @@ def join(stall_timeout: float = 300.0) -> Job:
 @contextmanager
 def before_mpi() -> Iterator[None]:
     """Around what a program does before `run`: errors and help are printed once, by the launcher's rank 0."""
+    speaks = launched_rank(os.environ) == 0
     with contextlib.ExitStack() as muted:
-        speaks = launched_rank(os.environ) == 0
         if not speaks:
             silence = muted.enter_context(open(os.devnull, "w"))
             muted.enter_context(contextlib.redirect_stdout(silence))
             muted.enter_context(contextlib.redirect_stderr(silence))
         try:
             yield
-        except (JobError, SystemExit) as error:
-            exit_code = error.code if isinstance(error, SystemExit) else error.exit_code
-            if isinstance(error, JobError):
-                sys.stderr.write(f"mpi_tp: {' '.join(str(error).split())}\n")
-            if not speaks and exit_code:
-                # The launcher ends all ranks with the first: let that be the one that speaks. Slurm takes the highest
-                # code, which is that of a signal, if one dies of it.
-                signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_code))
-                time.sleep(_END_SECONDS)
-            sys.exit(exit_code)
+            return
+        except SystemExit as end:
+            exit_code, words = end.code, ""
+        except BaseException as error:
+            exit_code, message, needs_traceback = outcome(error)
+            details = "".join(traceback.format_exception(error)) if needs_traceback else ""
+            words = f"{details}mpi_tp: {' '.join(message.split())}\n"
+    if not speaks and exit_code:
+        # The launcher ends all ranks with the first: let that be rank 0, unless this one is alone with its failure.
+        # Slurm takes the highest code, which is that of a signal, if one dies of it.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_code))
+        time.sleep(_END_SECONDS)
+    sys.stderr.write(words)
+    sys.exit(exit_code)
 
 
 def _start(stall_timeout: float, check_world: Callable[[int, Mapping[str, str]], None], script: bool = False) -> Job:

@@ -1,6 +1,6 @@
 """A program in which one rank fails, as told: `python -m tests.support.faulty FAULT PHASE RANK ARGS…` (of infer).
 
-Nothing in the product knows of it: the phases, the steps and MPI's end are wrapped from here.
+Nothing in the product knows of it: the phases, the steps, MPI's start and end are wrapped from here.
 """
 
 import ctypes
@@ -89,24 +89,23 @@ def _strike(fault: Callable[[], Any]) -> None:
     fault()
 
 
-def _end_mpi_with(fault: Callable[[], Any], end_mpi: Callable[[], None]) -> Callable[[], None]:
-    def end() -> None:
+def _first(fault: Callable[[], Any], function: Callable[[], Any]) -> Callable[[], Any]:
+    def call() -> Any:
         fault()
-        end_mpi()
+        return function()
 
-    return end
+    return call
 
 
 def main() -> None:
     fault, phase, rank, *arguments = sys.argv[1:]
     if launch.launched_rank(os.environ) == int(rank):
-        if phase == "start":
-            _strike(FAULTS[fault])
         FaultyJob.fault = staticmethod(functools.partial(_strike, FAULTS[fault]))
         FaultyJob.at = PHASES.get(phase, (phase, 0))
         launch.Job = FaultyJob  # type: ignore[misc]
-        if phase == "MPI_Finalize":
-            launch.end_mpi = _end_mpi_with(FaultyJob.fault, launch.end_mpi)
+        for name, function in (("start", "start_mpi"), ("MPI_Finalize", "end_mpi")):
+            if phase == name:
+                setattr(launch, function, _first(FaultyJob.fault, getattr(launch, function)))
     from mpi_tp.infer import main as infer
 
     infer(arguments)
