@@ -15,11 +15,12 @@
 # Exit codes: 0 done, 2 usage, 70 internal error, 74 file, 75 stopped early (try again), 78 configuration.
 #
 # The Slurm options above are defaults; the command line of sbatch wins. The signal comes a minute before the time
-# limit, to this script alone, which hands it on. A job that starts again appends to its log.
+# limit, to this script alone, which hands it on. A job that stopped early goes back into the queue, or is submitted
+# again where that is not allowed; it then goes on with what its journal holds (--resume), and appends to its log.
 set -euo pipefail
 
 readonly PROGRAMS=(infer bench doctor)
-readonly MAX_REQUEUES=5 # a job that fails the same way every time must end
+readonly MAX_RESTARTS=5 # of a job that finishes no record: it must end
 
 usage() { sed -n 's/^#   \(.*\)/\1/p; s/^# \(NP=.*\|Exit .*\)/\1/p' "${BASH_SOURCE[0]}"; }
 
@@ -106,24 +107,27 @@ get_demo_model() {
 
 # --- launcher ---
 
-# Reads the arguments of a program: sets `ranks`, and `arguments` to them with a file in the place of standard input,
-# for of what mpirun of Open MPI 5 hands on to rank 0, parts may come twice and the end never.
+# Reads the arguments of a program: sets `ranks`, `journal` to what a batch that stops leaves, and `arguments` to them,
+# with a file in the place of standard input, for of what mpirun of Open MPI 5 hands on to rank 0, parts may come twice
+# and the end never.
 read_arguments() {
-    local index flag="" shards=shards
+    local index flag="" shards=shards output=""
     arguments=("$@")
     for index in "${!arguments[@]}"; do
         case "$flag ${arguments[index]}" in
         "--shards "* | *" --shards="*) shards=${arguments[index]#--shards=} ;;
         "--shape "* | *" --shape="*) shards="" ;; # a model without files, for any number of ranks
+        "--output "* | *" --output="*) output=${arguments[index]#--output=} ;;
         "--input -" | *" --input=-")
             spool=$(mktemp)
-            trap 'rm -f "$spool"' EXIT
             cat >"$spool"
             arguments[index]=${arguments[index]/%-/$spool}
             ;;
         esac
         flag=${arguments[index]}
     done
+    journal=${output:+${output//%a/${SLURM_ARRAY_TASK_ID:-%a}}.journal}
+    if ((restarts > 0)) && [[ -f $journal ]]; then arguments+=(--resume); fi
     ranks=${NP:-${SLURM_NTASKS:-$(ranks_of "$shards")}}
     [[ $ranks =~ ^[1-9][0-9]*$ ]] || die 2 "NP=$ranks is no number of ranks"
 }
@@ -157,7 +161,7 @@ choose_launcher() {
     if [[ $(mpirun --version 2>&1) == *"Open MPI"* ]]; then
         # By default it binds each rank to one core and refuses more ranks than cores.
         launcher=(mpirun -np "$1" --bind-to none --map-by slot:OVERSUBSCRIBE)
-        launcher+=(-x OMP_NUM_THREADS -x HDF5_USE_FILE_LOCKING)
+        launcher+=(-x OMP_NUM_THREADS -x HDF5_USE_FILE_LOCKING -x MPI_TP_STATUS_DIR)
     else
         launcher=(mpirun -np "$1")
         stop_signal=TERM # MPICH kills them upon SIGUSR1
@@ -205,22 +209,72 @@ contract_code() {
     esac
 }
 
-requeue() {
-    if [[ -z ${SLURM_JOB_ID:-} ]] || ((${SLURM_RESTART_COUNT:-0} >= MAX_REQUEUES)); then return; fi
+# Makes the folder in which each rank keeps what it is doing; the ranks of other hosts need it where they see it too.
+make_status_folder() {
+    local folder=${TMPDIR:-/tmp}
+    if ((${SLURM_JOB_NUM_NODES:-1} > 1)); then folder=$PWD; fi
+    MPI_TP_STATUS_DIR=$(mktemp -d "$folder/.mpi-tp.XXXXXX")
+    export MPI_TP_STATUS_DIR
+}
+
+# Prints where each rank was when the job ended.
+print_last_words() {
+    "$python" -c 'import json, pathlib, sys
+for path in sorted(pathlib.Path(sys.argv[1]).glob("rank-*.json")):
+    rank = json.loads(path.read_text())
+    place = "rank {rank} on {host}, {device}: phase {phase!r}, step {step}".format_map(rank)
+    print("run.sh:", place, "-", rank["error"] or "no error of its own", file=sys.stderr)' "$MPI_TP_STATUS_DIR" || true
+}
+
+size_of_journal() { stat --format=%s "$journal" 2>/dev/null || echo 0; }
+
+# restart PROGRAM ARGS...: lets a job that stopped early go on later, for ever as long as it finishes records.
+restart() {
+    local job
+    if [[ -z ${SLURM_JOB_ID:-} ]]; then return; fi
+    if ((restarts >= MAX_RESTARTS && $(size_of_journal) <= journal_size)); then
+        note "stopped early for the $((restarts + 1))th time, without a new record: not started again"
+        return
+    fi
+    job=$(scontrol --oneliner show job "$SLURM_JOB_ID") || return 0
     # A job that its user has cancelled is no longer RUNNING.
-    if grep -q 'JobState=RUNNING .*Requeue=1 .*BatchFlag=1' <<<"$(scontrol --oneliner show job "$SLURM_JOB_ID")"; then
-        note "stopped early: back into the queue"
-        scontrol requeue "$SLURM_JOB_ID" || note "Slurm does not take the job back: submit it again"
+    if [[ $job != *"JobState=RUNNING "* || $job != *"BatchFlag=1"* ]]; then return; fi
+    if [[ $job == *"Requeue=1 "* ]] && scontrol requeue "$SLURM_JOB_ID"; then
+        note "stopped early: job $SLURM_JOB_ID is back in the queue"
+    elif [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
+        note "stopped early: submit task $SLURM_ARRAY_TASK_ID of the array again, with --resume" # alone it has no share
+    else
+        submit_again "$job" "$@"
     fi
 }
 
-# launch PROGRAM ARGS...: sets `exit_code`.
+# The value of a field in what scontrol shows of a job; nothing for what is not set.
+field() { sed -n "s|.* $2=\([^ ]*\).*|\1|p" <<<"$1" | grep -vx '(null)' || true; }
+
+# submit_again JOB PROGRAM ARGS...: a new job with the resources of this one.
+submit_again() {
+    local options name value pair
+    options=(--ntasks="$SLURM_NTASKS" --nodes="$SLURM_JOB_NUM_NODES" --open-mode=append)
+    for pair in partition:Partition account:Account qos:QOS time:TimeLimit job-name:JobName output:StdOut error:StdErr \
+        chdir:WorkDir gres:TresPerNode cpus-per-task:CPUs/Task; do
+        name=${pair%%:*} value=$(field "$1" "${pair#*:}")
+        if [[ -n $value ]]; then options+=("--$name=${value#gres[:/]}"); fi
+    done
+    MPI_TP_RESTARTS=$((restarts + 1)) sbatch "${options[@]}" "${BASH_SOURCE[0]}" "${@:2}" >&2 ||
+        note "Slurm does not take the job back: submit it again, with --resume"
+}
+
+# launch PROGRAM ARGS...: sets `exit_code`, `journal` and the `journal_size` before.
 launch() {
     local ranks arguments
     read_arguments "${@:2}"
+    journal_size=$(size_of_journal)
     set_rank_environment "$ranks"
     choose_launcher "$ranks"
+    make_status_folder
+    trap 'rm -rf "$MPI_TP_STATUS_DIR" ${spool:+"$spool"}' EXIT
     supervise "${launcher[@]}" "$python" -m "mpi_tp.$1" ${arguments+"${arguments[@]}"}
+    if ((exit_code == 70 || exit_code == 75)); then print_last_words; fi
 }
 
 # --- what the user asks for ---
@@ -241,7 +295,7 @@ run_program() {
     existing=$(existing_programs)
     grep -qxF -- "$1" <<<"$existing" || die 2 "there is no program $1: choose from ${existing//$'\n'/, } (or test)"
     launch "$@"
-    if ((exit_code == 75)); then requeue; fi
+    if ((exit_code == 75)); then restart "$@"; fi
     exit "$exit_code"
 }
 
@@ -290,6 +344,7 @@ run_tests() {
 
 main() {
     project=$(find_project)
+    restarts=$((${SLURM_RESTART_COUNT:-0} + ${MPI_TP_RESTARTS:-0}))
     if [[ ${1:-} != *help ]]; then choose_python; fi
     case ${1:-} in
     "") run_demo ;;

@@ -1,8 +1,8 @@
 """Chat templates: from a list of messages to the prompt text that the model was trained on.
 
-A template is a Jinja program that came with the model, so it runs in a sandbox. What it finds there is what Hugging
-Face gives it: `raise_exception`, `strftime_now`, a `tojson` filter that leaves text alone, `break` and `continue`,
-and the special tokens by name.
+A template is a Jinja program that came with the model, so it runs in a sandbox with bounds on its work. What it finds
+there is what Hugging Face gives it: `raise_exception`, `strftime_now`, a `tojson` filter that leaves text alone,
+`break` and `continue`, and the special tokens by name.
 """
 
 import json
@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from mpi_tp.chat_sandbox import BoundedEnvironment
 from mpi_tp.errors import ConfigurationError, FileError
 from mpi_tp.model_files import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, read_text
 
@@ -34,7 +34,8 @@ class ChatTemplate:
         """
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = _environment().from_string(source)
+            self._environment = _environment()
+            self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigurationError(
                 f"the model's chat template is broken at line {error.lineno}: {error.message}; "
@@ -47,7 +48,8 @@ class ChatTemplate:
         Raises ValueError when the template refuses the messages, or they lack what it asks for.
         """
         try:
-            return self._template.render(
+            return self._environment.run(
+                self._template,
                 messages=list(messages),
                 add_generation_prompt=True,
                 tools=None,
@@ -101,10 +103,8 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -1,5 +1,6 @@
 """The model's hyperparameters, under the names of Hugging Face's `config.json`."""
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -8,6 +9,11 @@ from mpi_tp.errors import ConfigurationError
 
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "none")
 """What can stand between the layers of an MLP."""
+
+MAX_INTEGER = 2**31 - 1
+"""No size or count of a model is larger; one that is would only be found out by what it makes us allocate."""
+
+MAX_NUMBER = 1e30
 
 _Item = TypeVar("_Item")
 
@@ -83,14 +89,14 @@ class Fields:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, maximum: int = MAX_INTEGER) -> int:
         """Return a positive whole number."""
-        return _integer(name, self._value(name, default))
+        return _integer(name, self._value(name, default), maximum)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a positive number."""
+        """Return a positive, finite number."""
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
             raise _wrong(name, value, "a number above 0")
         return float(value)
 
@@ -142,9 +148,11 @@ class Fields:
         return value
 
 
-def _integer(name: str, value: Any) -> int:
+def _integer(name: str, value: Any, maximum: int = MAX_INTEGER) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise _wrong(name, value, "a whole number above 0")
+    if value > maximum:
+        raise _wrong(name, value, f"at most {maximum}")
     return value
 
 
@@ -161,4 +169,4 @@ def _text(name: str, value: Any) -> str:
 
 
 def _wrong(name: str, value: Any, wanted: str) -> ConfigurationError:
-    return ConfigurationError(f"config: {name} is {value!r}: it must be {wanted}")
+    return ConfigurationError(f"config: {name} is {reprlib.repr(value)}: it must be {wanted}")

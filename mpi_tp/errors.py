@@ -3,11 +3,25 @@
 A message says what is wrong, both values, and what to do; programs print it as one line, without a traceback.
 """
 
+MAX_LENGTH = 4000
+"""Characters of a message; the middle of a longer one, which quotes a file, is left out."""
+
 
 class JobError(Exception):
     """Any failure that ends the job; as raised itself, an internal one."""
 
     exit_code = 70
+
+    def __str__(self) -> str:
+        """The message as one line; what it quotes from a file can neither break the line nor steer a terminal."""
+        text = super().__str__()
+        if not text.isprintable():
+            text = "".join(letter if letter.isprintable() else _escaped(letter) for letter in text)
+        return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH // 2]} … {text[-MAX_LENGTH // 2 :]}"
+
+
+def _escaped(letter: str) -> str:
+    return " " if letter.isspace() else letter.encode("unicode_escape").decode()
 
 
 class UsageError(JobError, ValueError):

@@ -12,6 +12,7 @@ from mpi_tp.detokenizer import Detokenizer
 from mpi_tp.errors import ConfigurationError, FileError
 from mpi_tp.model_files import GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, read_json
 
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell one, no tokenizer can read it
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -29,7 +30,7 @@ class Tokenizer:
         self._backend = backend
         self._chat_template = ChatTemplate(chat_template, special_tokens) if chat_template else None
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        self._longest_token = max(len(token) for token in vocabulary)
+        self._longest_token = max(map(len, vocabulary), default=0)
         self._byte_ids = frozenset(id for token, id in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
         added_tokens = backend.get_added_tokens_decoder()
         # Some models forget to mark the token that ends their answers as a special one.
@@ -110,7 +111,7 @@ def _special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
     for name, token in config.items():
         if name.endswith("_token") and isinstance(token, str | dict):
             text = token if isinstance(token, str) else token.get("content")
-            if not isinstance(text, str):
+            if not isinstance(text, str) or _SURROGATE.search(text):
                 raise FileError(f"{path} is damaged: the content of {name} is {text!r}: it must be text")
             tokens[name] = text
     return tokens

@@ -147,7 +147,7 @@ def _json_only(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config as it comes back from a JSON file."""
     try:
         return dict(json.loads(json.dumps(config)))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"the config holds a value that JSON cannot: {error}: pass --model-config FILE"
         ) from error

@@ -1,11 +1,15 @@
 """`python -m sharder.verify DIR`: every byte of a shard set, and with `--source` its equality to the checkpoint."""
 
 import argparse
+import contextlib
+import multiprocessing
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from mpi_tp.errors import FileError, JobError
 from mpi_tp.shards.format import Manifest
 from mpi_tp.shards.join import open_joiner
 from mpi_tp.shards.reader import ShardSet
@@ -34,6 +38,7 @@ def verify(directory: Path, source_path: Path | None = None) -> Manifest:
     whole but the checkpoint at `source_path` is not the one that it was made from.
     """
     shards = ShardSet.open(directory)
+    _check_structure(shards)
     shards.open_tokenizer()
     entries = shards.manifest.tensors.values()
     with (
@@ -47,6 +52,23 @@ def verify(directory: Path, source_path: Path | None = None) -> Manifest:
                 source.check_origin(directory, entry, source.read(entry.name))
             bar.update(entry.num_bytes)
     return shards.manifest
+
+
+def _check_structure(shards: ShardSet) -> None:
+    """Let a process of its own open all files first: a forged one, its checksums right, can crash the HDF5 library."""
+    child = multiprocessing.get_context("fork").Process(target=_open_all, args=(shards,))
+    child.start()
+    child.join()
+    if child.exitcode and child.exitcode < 0:
+        raise FileError(
+            f"{shards.directory}/ is forged: the HDF5 library crashed on its structure "
+            f"({signal.Signals(-child.exitcode).name}): do not use it"
+        )
+
+
+def _open_all(shards: ShardSet) -> None:
+    with contextlib.suppress(JobError), open_joiner(shards):
+        pass
 
 
 def _open_same(shards: ShardSet, path: Path | None) -> AbstractContextManager[ModelSource | None]:

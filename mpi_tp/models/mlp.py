@@ -10,7 +10,7 @@ from mpi_tp.models.transformer_table import first_of_pair, second_of_pair
 from mpi_tp.partition.plan import TensorRow
 from mpi_tp.partition.ranges import Blocks
 
-_LAYER = re.compile(r"(?P<name>(?:[A-Za-z_]\w*\.)*(?P<index>\d+))\.(?:weight|bias)")
+_LAYER = re.compile(r"(?P<name>(?:[A-Za-z_]\w*\.)*(?P<index>[0-9]{1,9}))\.(?:weight|bias)")
 
 
 def parse_mlp(config: Mapping[str, Any]) -> MLPConfig:

@@ -7,6 +7,10 @@ from mpi_tp.config import Fields, ModelConfig, RopeScaling
 from mpi_tp.errors import ConfigurationError
 
 ROPE_TYPES = ("default", "linear", "llama3")
+MAX_LAYERS = 10_000
+MAX_HEADS = 65_536
+MAX_POSITIONS = 1 << 26
+"""Far above any model: a table of tensors, of ranks or of rotary angles is made of so many entries."""
 SILU = ("silu", "swish")  # two names of one function
 
 
@@ -26,18 +30,18 @@ def parse_transformer(
     fields = Fields(config)
     fields.choice("hidden_act", SILU, "silu")
     _refuse_quantised(fields)
-    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads", maximum=MAX_HEADS)
     rope_theta, rope_scaling = _parse_rope(fields)
     return ModelConfig(
         model_type=str(config["model_type"]),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_hidden_layers=fields.integer("num_hidden_layers"),
+        num_hidden_layers=fields.integer("num_hidden_layers", maximum=MAX_LAYERS),
         num_attention_heads=num_heads,
         num_key_value_heads=_num_kv_heads(fields, num_heads),
         head_dim=_head_dim(fields, hidden_size, num_heads),
         vocab_size=fields.integer("vocab_size"),
-        max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+        max_position_embeddings=fields.integer("max_position_embeddings", 2048, MAX_POSITIONS),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,

@@ -23,6 +23,9 @@ from mpi_tp.errors import FileError
 from mpi_tp.records import fields, openai_batch
 from mpi_tp.records.lines import BadLine, InputLine, JsonObject, Line, LineError, Message, Prompt
 
+MAX_LINE_BYTES = 16 << 20
+"""A longer line becomes an error record and is not held in memory, however long: a million token ids have 7 MB."""
+
 _GZIP_MAGIC = b"\x1f\x8b"
 _PROMPT_READERS: dict[str, Callable[[str, object], Prompt]] = {
     "prompt": fields.prompt_text,
@@ -80,10 +83,20 @@ def _open(source: Path | None) -> BinaryIO:
 def _numbered(stream: BinaryIO, source: Path | None) -> Iterator[tuple[int, bytes]]:
     number = 0
     try:
-        for number, raw in enumerate(stream, 1):
+        for number, raw in enumerate(iter(lambda: _read_line(stream), b""), 1):
             yield number, raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
     except (OSError, EOFError, zlib.error) as error:
         raise FileError(f"cannot read {source or 'standard input'} after line {number}: {error}") from error
+
+
+def _read_line(stream: BinaryIO) -> bytes:
+    """Return the next line; of one that is too long, no more than shows that it is."""
+    line = stream.readline(MAX_LINE_BYTES + 1)
+    if len(line) > MAX_LINE_BYTES:
+        rest = line
+        while rest and not rest.endswith(b"\n"):
+            rest = stream.readline(MAX_LINE_BYTES)
+    return line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +156,8 @@ class _Parser:
 
 
 def _decode(raw: bytes) -> str:
+    if len(raw) > MAX_LINE_BYTES:
+        raise LineError("line_too_long", f"the line has more than {MAX_LINE_BYTES} bytes")
     try:
         return raw.decode()
     except UnicodeDecodeError as error:

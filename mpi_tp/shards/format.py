@@ -3,7 +3,7 @@
     shards/
       manifest.json               written last: a folder without it is no set
       rank-00000-of-00004.h5 …    one file a rank
-      tokenizer/                  any files; may be missing
+      tokenizer/                  the model's small files (mpi_tp.model_files.SMALL_FILES); may be missing
 
 All numbers are little-endian, all texts UTF-8, all checksums xxh3-128 as 32 lower-case hexadecimal digits. The
 checksum of a tensor is that of its elements in C order. Nothing depends on time or host: the same source and options
@@ -26,7 +26,8 @@ manifest.json
                     has an entry a rank: its half-open [start, stop] pairs along `axis`, ascending. With `axis` null
                     every rank holds the tensor whole and `ranges` is empty. Ranks may share indices
     files           [{name, size, digest}] of the rank files, in rank order
-    tokenizer       [{name, size, digest}] of the files in tokenizer/; digest is the checksum of the file
+    tokenizer       [{name, size, digest}] of the files in tokenizer/; digest is the checksum of the
+                    file, none of which is a link out of the set
 
 rank-RRRRR-of-NNNNN.h5
     An HDF5 file (library version 1.10 or newer). Attributes of the root group: format, version, set_id, rank, ranks,

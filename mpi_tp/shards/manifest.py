@@ -6,18 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from mpi_tp.errors import ConfigurationError, FileError
-from mpi_tp.partition.plan import PlannedTensor
+from mpi_tp.shards import manifest_fields
 from mpi_tp.shards.checksum import checksum
-from mpi_tp.shards.dtypes import dtype_name, dtype_named
+from mpi_tp.shards.dtypes import dtype_name
 from mpi_tp.shards.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
-    FileEntry,
     Manifest,
     SetOptions,
-    SourceEntry,
     TensorEntry,
 )
+from mpi_tp.shards.manifest_fields import FieldError
 
 _FIRST_LINE = '{{"digest": "{}",\n'
 
@@ -78,33 +77,23 @@ def decode_manifest(data: bytes, path: Path) -> Manifest:
         version = fields["version"]
         if version == FORMAT_VERSION and fields["format"] == FORMAT_NAME:
             return _decode_fields(fields)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except FieldError as error:
+        raise FileError(f"{path} is damaged: {error}: shard the source again") from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise FileError(f"{path} is no manifest of a shard set: {error!r}") from error
     raise ConfigurationError(
-        f"{path} has format {fields.get('format')!r} version {version}, this program reads {FORMAT_NAME!r} version "
+        f"{path} has format {fields.get('format')!r} version {version!r}, this program reads {FORMAT_NAME!r} version "
         f"{FORMAT_VERSION}: update mpi-tp, or shard the source again"
     )
 
 
 def _decode_fields(fields: Mapping[str, Any]) -> Manifest:
-    options = SetOptions(
-        ranks=int(fields["ranks"]),
-        strategy=fields["strategy"],
-        dtype=fields["dtype"],
-        config=dict(fields["config"]),
-        source=SourceEntry(**fields["source"]),
-    )
+    files = manifest_fields.rank_files(fields)
     return Manifest(
-        set_id=fields["set_id"],
-        created_by=fields["created_by"],
-        options=options,
-        tensors={item["name"]: _decode_tensor(item) for item in fields["tensors"]},
-        files=tuple(FileEntry(**item) for item in fields["files"]),
-        tokenizer=tuple(FileEntry(**item) for item in fields["tokenizer"]),
+        set_id=manifest_fields.text(fields["set_id"], "set_id"),
+        created_by=manifest_fields.text(fields["created_by"], "created_by"),
+        options=manifest_fields.set_options(fields),
+        tensors=manifest_fields.tensors(fields, len(files)),
+        files=files,
+        tokenizer=manifest_fields.tokenizer_files(fields),
     )
-
-
-def _decode_tensor(item: Mapping[str, Any]) -> TensorEntry:
-    ranges = tuple(tuple((start, stop) for start, stop in spans) for spans in item["ranges"])
-    planned = PlannedTensor(item["name"], tuple(item["shape"]), item["axis"], ranges)
-    return TensorEntry(planned, dtype_named(item["dtype"]), item["checksum"])

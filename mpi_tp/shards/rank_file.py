@@ -4,20 +4,18 @@ Nothing in the file is believed before it was compared with the manifest.
 """
 
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-import h5py
 import torch
 import xxhash
-from h5py import h5d
 
 from mpi_tp.errors import FileError, StoppedError
 from mpi_tp.shards.checksum import CHUNK_BYTES, digest_outside, tensor_bytes
-from mpi_tp.shards.dtypes import hdf5_type
-from mpi_tp.shards.format import FileEntry, Manifest, PartEntry, TensorEntry, part_attributes, root_attributes
+from mpi_tp.shards.format import FileEntry, Manifest, PartEntry
+from mpi_tp.shards.rank_structure import damaged, read_structure
 
 
 class RankFile:
@@ -34,7 +32,7 @@ class RankFile:
         self._interrupted = False
         self._descriptor = open_sized(self.path, entry)
         try:
-            self.tensors: Mapping[str, PartEntry] = _read_structure(self.path, entry, manifest, rank)
+            self.tensors: Mapping[str, PartEntry] = read_structure(self.path, entry.size, manifest, rank)
             self._check_digest(entry)
         except BaseException:
             self.close()
@@ -119,103 +117,17 @@ class RankFile:
             raise damaged(self.path, f"the digest of its metadata is {digest}, the manifest says {entry.digest}")
 
 
-def damaged(path: Path, what: str) -> FileError:
-    """Return the error for a file of a set that is not as it was written."""
-    return FileError(f"{path} is damaged: {what}: shard the source again")
-
-
 def open_sized(path: Path, entry: FileEntry) -> int:
     """Open a file of a set and return its descriptor; FileError if it is missing or has another size."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
     except OSError as error:
         raise FileError(f"{path} cannot be opened: {error.strerror}") from error
-    size = os.fstat(descriptor).st_size
-    if size != entry.size:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise FileError(f"{path} is no file but a folder, a pipe or a device")
+    if (size := status.st_size) != entry.size:
         os.close(descriptor)
         raise damaged(path, f"it has {size} bytes, the manifest says {entry.size}")
     return descriptor
-
-
-def _read_structure(path: Path, entry: FileEntry, manifest: Manifest, rank: int) -> dict[str, PartEntry]:
-    """Return what the file holds, by name in the manifest's order."""
-    try:
-        with h5py.File(path, "r", locking=False) as file:
-            _check_root(path, file, manifest, rank)
-            parts = {
-                tensor.name: _read_part(path, file[tensor.name], tensor, rank) for tensor in manifest.tensors.values()
-            }
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise damaged(path, f"HDF5 cannot read it ({reason})") from error
-    _check_extents(path, parts, entry.size)
-    return parts
-
-
-def _check_root(path: Path, file: h5py.File, manifest: Manifest, rank: int) -> None:
-    attributes = _plain_attributes(file)
-    if attributes.get("set_id") != manifest.set_id:
-        raise FileError(
-            f"{path} belongs to shard set {attributes.get('set_id')}, manifest.json describes {manifest.set_id}: "
-            "files of two sets are mixed: shard the source again"
-        )
-    _check_equal(path, "", attributes, root_attributes(manifest.options, manifest.set_id, rank))
-    for name in {*file, *manifest.tensors}:
-        if name not in manifest.tensors:
-            raise damaged(path, f"it holds {name}, which the manifest does not know")
-        if name not in file:
-            raise damaged(path, f"tensor {name} of rank {rank} is missing")
-        if not isinstance(file.get(name, getlink=True), h5py.HardLink):
-            raise damaged(path, f"tensor {name} of rank {rank} is a link to somewhere else")
-        if file.get(name, getclass=True) is not h5py.Dataset:
-            raise damaged(path, f"tensor {name} of rank {rank} is no dataset")
-
-
-def _read_part(path: Path, dataset: Any, tensor: TensorEntry, rank: int) -> PartEntry:
-    """Return the part of `tensor` that `dataset` holds, after comparing everything but its elements."""
-    creation = dataset.id.get_create_plist()
-    attributes = _plain_attributes(dataset)
-    checksum = attributes.get("xxh3_128", "")
-    shape = tensor.planned.local_shape(rank)
-    found = {
-        **attributes,
-        "layout": creation.get_layout(),
-        "filters": creation.get_nfilters(),
-        "external files": creation.get_external_count(),
-        "shape": dataset.shape,
-        "stored type is the dtype's": dataset.id.get_type() == hdf5_type(tensor.dtype),
-    }
-    expected = {
-        **part_attributes(tensor, rank, checksum),
-        "layout": h5d.CONTIGUOUS,
-        "filters": 0,
-        "external files": 0,
-        "shape": shape,
-        "stored type is the dtype's": True,
-    }
-    _check_equal(path, f"tensor {tensor.name} of rank {rank}: ", found, expected)
-    return PartEntry(tensor.name, tensor.dtype, shape, checksum, dataset.id.get_offset() or 0)
-
-
-def _check_extents(path: Path, parts: Mapping[str, PartEntry], size: int) -> None:
-    """Check that the elements of no two tensors overlap and that all lie in the file."""
-    end = 0
-    for part in sorted((part for part in parts.values() if part.num_bytes), key=lambda part: part.offset):
-        if part.offset == 0:
-            raise damaged(path, f"tensor {part.name} has no space in it")
-        if part.offset < end:
-            raise damaged(path, f"tensor {part.name} at byte {part.offset} lies in the space of another")
-        end = part.offset + part.num_bytes
-        if end > size:
-            raise damaged(path, f"tensor {part.name} ends at byte {end}, the file at {size}")
-
-
-def _check_equal(path: Path, where: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    for name in {**expected, **found}:
-        if found.get(name) != expected.get(name):
-            raise damaged(path, f"{where}{name} is {found.get(name)!r} instead of {expected.get(name)!r}")
-
-
-def _plain_attributes(item: Any) -> dict[str, Any]:
-    """Return an HDF5 object's attributes as texts, numbers and lists."""
-    return {name: value.decode() if isinstance(value, bytes) else value.tolist() for name, value in item.attrs.items()}

@@ -12,9 +12,13 @@ import torch
 from mpi_tp.errors import ConfigurationError, FileError
 from mpi_tp.partition.plan import Plan, Strategy
 from mpi_tp.shards.checksum import file_entry
-from mpi_tp.shards.format import MANIFEST_NAME, TOKENIZER_DIRECTORY, Manifest, rank_file_name
+from mpi_tp.shards.format import MANIFEST_NAME, TOKENIZER_DIRECTORY, Manifest
 from mpi_tp.shards.manifest import decode_manifest, set_id
-from mpi_tp.shards.rank_file import RankFile, damaged, open_sized
+from mpi_tp.shards.rank_file import RankFile, open_sized
+from mpi_tp.shards.rank_structure import damaged
+
+MAX_MANIFEST_BYTES = 256 << 20
+"""That of a hundred ranks and ten thousand tensors has 30 MB."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,11 @@ class ShardSet:
     @property
     def weights_dtype(self) -> torch.dtype:
         """The dtype of the matrices; vectors, like those of the norms, may have another."""
-        return next(entry.dtype for entry in self.manifest.tensors.values() if len(entry.planned.shape) == 2)
+        entries = self.manifest.tensors.values()
+        dtype = next((entry.dtype for entry in entries if len(entry.planned.shape) == 2), None)
+        if dtype is None:
+            raise damaged(self.directory / MANIFEST_NAME, "it has no matrix")
+        return dtype
 
     def check_ranks(self, size: int, tensor_parallel: int | None = None) -> None:
         """Raise ConfigurationError if `size` ranks are no whole number of replicas of the set's ranks.
@@ -103,20 +111,21 @@ class ShardSet:
         return folder if self.manifest.tokenizer else None
 
     def _check_files(self) -> None:
-        names = [entry.name for entry in self.manifest.files]
-        if names != [rank_file_name(rank, self.ranks) for rank in range(self.ranks)]:
-            raise damaged(self.directory / MANIFEST_NAME, f"it names {', '.join(names)} for {self.ranks} ranks")
         for entry in self.manifest.files:
             os.close(open_sized(self.directory / entry.name, entry))
+        folder = self.directory / TOKENIZER_DIRECTORY
         for entry in self.manifest.tokenizer:
-            if Path(entry.name).name != entry.name:
-                raise damaged(self.directory / MANIFEST_NAME, f"{entry.name!r} is no name of a tokenizer file")
-            os.close(open_sized(self.directory / TOKENIZER_DIRECTORY / entry.name, entry))
+            os.close(open_sized(folder / entry.name, entry))
+            if not (folder / entry.name).resolve().is_relative_to(self.directory.resolve()):
+                raise FileError(
+                    f"{folder / entry.name} is a link to a file outside the set: put a copy of the file in its place"
+                )
 
 
 def _read_manifest(folder: Path) -> bytes:
     try:
-        return (folder / MANIFEST_NAME).read_bytes()
+        with (folder / MANIFEST_NAME).open("rb") as file:
+            content = file.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError as error:
         raise FileError(
             f"{folder}/ holds no finished shard set (no {MANIFEST_NAME}): make one with "
@@ -124,3 +133,6 @@ def _read_manifest(folder: Path) -> bytes:
         ) from error
     except OSError as error:
         raise FileError(f"{folder / MANIFEST_NAME} cannot be read: {error.strerror}") from error
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise damaged(folder / MANIFEST_NAME, f"it has more than {MAX_MANIFEST_BYTES} bytes")
+    return content

@@ -1,6 +1,6 @@
 """Reader of a `.gguf` file under Hugging Face names: blocks dequantised, llama.cpp's order of q and k rows undone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class GgufReader(SingleFile):
         _check_architecture(header.metadata, self.path)
         self._entries, self._rope_factors = _rename(header.tensors, self.path)
         self._interleaved = interleaved_heads(header.metadata, self._entries, self.path)
-        _check_dequantisable(self._entries, self.path)
+        _check_dequantisable([*self._entries.values(), *filter(None, [self._rope_factors])], self.path)
 
     def __enter__(self) -> "GgufReader":
         return self
@@ -107,13 +107,11 @@ class GgufReader(SingleFile):
 def _check_architecture(metadata: Mapping[str, Any], path: Path) -> None:
     """Refuse an unknown architecture, and a part of a model."""
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ConfigurationError(f"{path} has the architecture {architecture!r}; known in GGUF are {known}")
-    if metadata.get("split.count", 1) > 1:
-        raise ConfigurationError(
-            f"{path} is one of {metadata['split.count']} parts; join them first: gguf-split --merge FIRST OUT"
-        )
+    if (count := metadata.get("split.count", 1)) not in (0, 1):
+        raise ConfigurationError(f"{path} is one of {count!r:.20} parts; join them first: gguf-split --merge FIRST OUT")
 
 
 def _rename(tensors: tuple[GgufTensor, ...], path: Path) -> tuple[dict[str, GgufTensor], GgufTensor | None]:
@@ -133,9 +131,9 @@ def _rename(tensors: tuple[GgufTensor, ...], path: Path) -> tuple[dict[str, Gguf
     return entries, rope_factors
 
 
-def _check_dequantisable(entries: dict[str, GgufTensor], path: Path) -> None:
+def _check_dequantisable(entries: Sequence[GgufTensor], path: Path) -> None:
     """Try one empty block of each kind before hours of work end in one that cannot be dequantised."""
-    kinds = {entry.stored_as: entry.name for entry in entries.values()}
+    kinds = {entry.stored_as: entry.name for entry in entries}
     for stored_as, name in kinds.items():
         block = np.zeros((1, gguf.GGML_QUANT_SIZES[stored_as][1]), dtype=np.uint8)
         try:

@@ -143,6 +143,8 @@ class _Cursor:
 
     def _array(self, key: str) -> list[Any]:
         element_code, count = self.scalar("I", key), self.scalar("Q", key)
+        if element_code == ARRAY:
+            raise ConfigurationError(f"{self._path}: metadata field {key} is an array of arrays, which no model has")
         if element_code in SCALARS:
             code = SCALARS[element_code]
             packed = self.take(count * struct.calcsize(f"<{code}"), key)

@@ -122,8 +122,10 @@ def _rope_scaling(
     kind = _optional(metadata, "rope.scaling.type", "linear")  # llama.cpp's default, with a factor of 1
     if rope_factors is not None:
         factor = float(f"{rope_factors.max().item():.6g}")
-        expected = llama3_rope_factors(rope_theta, head_dim, factor)
-        if rope_factors.shape != expected.shape or not torch.allclose(rope_factors, expected, rtol=1e-4):
+        same_shape = rope_factors.shape == (head_dim // 2,)
+        if not same_shape or not torch.allclose(
+            rope_factors, llama3_rope_factors(rope_theta, head_dim, factor), rtol=1e-4
+        ):
             raise ConfigurationError(f"{ROPE_FACTORS} is not Llama 3's rotary scaling; give --model-config")
         return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
     factor = _number(metadata, "rope.scaling.factor", _optional(metadata, "rope.scale_linear", 1.0))

@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from mpi_tp.errors import ConfigurationError, FileError
-from mpi_tp.model_files import MODEL_CONFIG_FILE, read_json
+from mpi_tp.model_files import MODEL_CONFIG_FILE, is_plain_name, read_json
 from sharder.formats.base import CheckpointReader, TensorSpec
 
 # Where transformers looks, in this order: one whole file, the index of several; we then take whatever lies there.
@@ -93,7 +93,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(index, dict) or not index:
         raise FileError(f"{path} is damaged: it has no weight_map")
     for name, file in index.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or not is_plain_name(file):
             raise FileError(f"{path} is damaged: {name} is said to lie in {file!r}, not a file of this folder")
     return index
 

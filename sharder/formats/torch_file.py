@@ -10,7 +10,7 @@ writer, and so gives wrong ones, silently, for an archive that another tool has 
 import io
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,14 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch._weights_only_unpickler import Unpickler
+from torch._weights_only_unpickler import Unpickler, get_globals_in_pkl
 
 from mpi_tp.errors import ConfigurationError, FileError, JobError
 from mpi_tp.shards.checksum import tensor_bytes
 from sharder.formats.base import SingleFile, TensorSpec, pread_into
 
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature; lengths of the name and of the extra field after the header
+ANY_HEADER = b"PK"  # what comes after a record's data, be it another's header, a descriptor or the directory
 MODEL_KEYS = ("model", "state_dict")
 RESAVE = "load it in PyTorch and save it again with torch.save(model.state_dict(), …)"
 
@@ -88,7 +89,7 @@ class TorchFileReader(SingleFile):
         with open(self.fd, "rb", closefd=False) as file:
             with _zip_errors(self.path):
                 archive = zipfile.ZipFile(file)
-            members = {member.filename: member for member in archive.infolist()}
+            members = _members(archive.infolist(), self.size, self.path)
             root = _find_root(members, self.path)
             with _zip_errors(self.path):
                 byte_order = archive.read(f"{root}/byteorder") if f"{root}/byteorder" in members else b"little"
@@ -105,12 +106,17 @@ class TorchFileReader(SingleFile):
         self._header_hash.update(f"{member.filename} {member.file_size} {member.CRC}".encode())
         header = self.read_header(member.header_offset, LOCAL_HEADER.size, f"zip record {member.filename}")
         signature, name_length, extra_length = LOCAL_HEADER.unpack(header)
-        record = _Record(member.header_offset + LOCAL_HEADER.size + name_length + extra_length, member.file_size)
+        start = member.header_offset + LOCAL_HEADER.size
+        record = _Record(start + name_length + extra_length, member.file_size)
         if signature != b"PK\x03\x04" or record.offset + record.size > self.size:
             raise FileError(
                 f"{self.path} is damaged: zip record {member.filename} has {record.size} bytes "
                 f"from byte {record.offset}, the file {self.size}"
             )
+        name = self.read_header(start, name_length, f"zip record {member.filename}")
+        following = self.read_header(record.offset + record.size, len(ANY_HEADER), f"the end of {member.filename}")
+        if name != member.orig_filename.encode() or following != ANY_HEADER:
+            raise FileError(f"{self.path} is damaged: zip record {member.filename} is not where its header says")
         return record
 
 
@@ -123,6 +129,18 @@ def _zip_errors(path: Path) -> Iterator[None]:
         raise FileError(f"{path} is damaged or truncated: {error}; get it again") from error
 
 
+def _members(entries: Sequence[zipfile.ZipInfo], size: int, path: Path) -> dict[str, zipfile.ZipInfo]:
+    """Return the archive's records by name, each once, each no larger than the file."""
+    members: dict[str, zipfile.ZipInfo] = {}
+    for entry in entries:
+        if entry.filename in members:
+            raise FileError(f"{path} is damaged: zip record {entry.filename} is there twice")
+        if entry.compress_size > size:
+            raise FileError(f"{path} is damaged: zip record {entry.filename} has {entry.compress_size} of {size} bytes")
+        members[entry.filename] = entry
+    return members
+
+
 def _find_root(members: Mapping[str, zipfile.ZipInfo], path: Path) -> str:
     """Return the one top-level folder of the archive, whose records must lie in it as they are."""
     roots = [name.split("/")[0] for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -130,7 +148,11 @@ def _find_root(members: Mapping[str, zipfile.ZipInfo], path: Path) -> str:
         raise ConfigurationError(f"{path} is a zip archive without data.pkl, not a torch.save file")
     if f"{roots[0]}/constants.pkl" in members:
         raise ConfigurationError(f"{path} is a TorchScript archive, which holds code; {RESAVE}")
-    packed = [name for name, member in members.items() if member.compress_type != zipfile.ZIP_STORED]
+    packed = [
+        name
+        for name, member in members.items()
+        if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size
+    ]
     if packed:
         raise ConfigurationError(f"{path}: zip record {packed[0]} is compressed; {RESAVE}")
     return roots[0]
@@ -160,6 +182,9 @@ class _StructureUnpickler(Unpickler):
 def _unpickle(pickled: bytes, records: Mapping[str, _Record], path: Path) -> Any:
     """Return the pickled structure with meta tensors. Raises ConfigurationError if it asks for anything else."""
     try:
+        # Weights are not made of them, and one call reserves whatever number of bytes the file says.
+        if "builtins.bytearray" in get_globals_in_pkl(io.BytesIO(pickled)):
+            raise UnpicklingError("GLOBAL builtins.bytearray ")
         return _StructureUnpickler(pickled, records, path).load()
     except JobError:  # a damaged storage, or a signal
         raise

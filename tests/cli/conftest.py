@@ -67,7 +67,7 @@ class MpiRun:
 
 @pytest.fixture(scope="session")
 def mpirun() -> MpiRun:
-    launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    launcher = shutil.which("mpirun", path=f"{os.environ['PATH']}{os.pathsep}{Path(sys.executable).parent}")
     if launcher is None:
         pytest.skip('there is no mpirun: load an MPI module, or pip install "mpi-tp[mpi]"')
     return MpiRun(launcher)

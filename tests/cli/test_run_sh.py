@@ -80,7 +80,12 @@ class Site:
         """A job whose site has no srun that fits; what scontrol is asked to do goes to `log`."""
         self.command("srun", "echo none")
         self.command("scontrol", f'echo "$1" >>{self.log}\necho "{job}"')
-        return {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_RESTART_COUNT": str(restarts)}
+        return {
+            "SLURM_JOB_ID": "7",
+            "SLURM_NTASKS": "3",
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_RESTART_COUNT": str(restarts),
+        }
 
 
 @pytest.fixture
@@ -92,7 +97,9 @@ def site(tmp_path: Path) -> Site:
 def test_open_mpi_may_use_all_cores_for_any_number_of_ranks(run, site):
     site.mpirun(OPEN_MPI)
     code, out, _ = run("infer", "--limit", "3", NP="5", VIRTUAL_ENV=str(site.folder))
-    flags = "--bind-to none --map-by slot:OVERSUBSCRIBE -x OMP_NUM_THREADS -x HDF5_USE_FILE_LOCKING"
+    flags = (
+        "--bind-to none --map-by slot:OVERSUBSCRIBE -x OMP_NUM_THREADS -x HDF5_USE_FILE_LOCKING -x MPI_TP_STATUS_DIR"
+    )
     threads = max(1, len(os.sched_getaffinity(0)) // 5)
     python = site.folder / "bin" / "python"
     assert (code, out) == (0, f"-np 5 {flags} {python} -m mpi_tp.infer --limit 3 with {threads} FALSE\n")
@@ -134,25 +141,80 @@ def test_exit_codes(run, site, launcher, contract):
     assert run("infer", VIRTUAL_ENV=str(site.folder))[0] == contract
 
 
-RUNNING = "JobId=7 JobState=RUNNING Reason=None Requeue=1 Restarts=0 BatchFlag=1 ExitCode=0:0"
+RUNNING = (
+    "JobId=7 JobName=mpi-tp JobState=RUNNING Reason=None Requeue=1 Restarts=0 BatchFlag=1 TimeLimit=01:00:00 "
+    "Partition=long NumNodes=1 CPUs/Task=2 StdOut=/logs/7.out TresPerNode=gres:gpu:4 Account=(null)"
+)
+ONCE = RUNNING.replace("Requeue=1", "Requeue=0")
 
 
 @pytest.mark.parametrize(
     ("job", "exit_code", "restarts", "asked"),
     [
-        (RUNNING, 137, 0, ["--oneliner", "requeue"]),
-        (RUNNING, 137, 5, []),
-        (RUNNING, 78, 0, []),
-        (RUNNING.replace("Requeue=1", "Requeue=0"), 75, 0, ["--oneliner"]),
-        (RUNNING.replace("RUNNING", "CANCELLED"), 75, 0, ["--oneliner"]),
+        (RUNNING, 137, 0, "--oneliner requeue"),
+        (RUNNING, 137, 5, ""),
+        (RUNNING, 78, 0, ""),
+        (ONCE, 75, 0, "--oneliner sbatch"),
+        (RUNNING.replace("RUNNING", "CANCELLED"), 75, 0, "--oneliner"),
     ],
     ids=["stopped", "stopped-often", "failed", "not-requeueable", "cancelled"],
 )
-def test_slurm_takes_back_a_stopped_job(run, site, job, exit_code, restarts, asked):
+def test_slurm_starts_a_stopped_job_again(run, site, job, exit_code, restarts, asked):
     site.mpirun(OPEN_MPI, exit_code)
+    site.command("sbatch", f"echo sbatch >>{site.log}")
     _, out, _ = run("infer", VIRTUAL_ENV=str(site.folder), **site.slurm(job, restarts))
     assert out.startswith("-np 3 ")
-    assert (site.log.read_text().split() if site.log.exists() else []) == asked
+    assert (site.log.read_text().split() if site.log.exists() else []) == asked.split()
+
+
+def test_a_job_that_finishes_records_is_started_again_for_ever(run, site, tmp_path):
+    site.command("mpirun", f"echo record >>{tmp_path}/out.jsonl.journal; exit 75")
+    run("infer", "--output", "out.jsonl", VIRTUAL_ENV=str(site.folder), **site.slurm(RUNNING, restarts=99))
+    assert site.log.read_text().split() == ["--oneliner", "requeue"]
+
+
+def test_a_job_that_may_not_be_requeued_is_submitted_again_with_its_resources(run, site):
+    site.mpirun(OPEN_MPI, 75)
+    site.command("sbatch", f'echo "$MPI_TP_RESTARTS" "$@" >{site.log}.sbatch')
+    run("infer", "--limit", "3", VIRTUAL_ENV=str(site.folder), **site.slurm(ONCE))
+    words = Path(f"{site.log}.sbatch").read_text().split()
+    assert words[0] == "1"
+    assert {
+        "--ntasks=3",
+        "--nodes=1",
+        "--time=01:00:00",
+        "--partition=long",
+        "--gres=gpu:4",
+        "--cpus-per-task=2",
+    } < set(words)
+    assert not any(word.startswith("--account") for word in words)
+    assert words[-4:] == [str(RUN_SH), "infer", "--limit", "3"]
+
+
+def test_a_task_of_an_array_is_not_submitted_alone(run, site):
+    site.mpirun(OPEN_MPI, 75)
+    site.command("sbatch", f"echo sbatch >>{site.log}")
+    _, _, err = run("infer", VIRTUAL_ENV=str(site.folder), SLURM_ARRAY_TASK_ID="2", **site.slurm(ONCE))
+    assert "submit task 2 of the array again, with --resume" in err
+    assert "sbatch" not in site.log.read_text()
+
+
+@pytest.mark.parametrize(("restarts", "resumes"), [(0, False), (1, True)])
+def test_a_job_that_starts_again_goes_on_with_its_journal(run, site, tmp_path, restarts, resumes):
+    site.mpirun(OPEN_MPI)
+    (tmp_path / "out-2.jsonl.journal").touch()
+    flags = ["--output=out-%a.jsonl"]
+    variables = {"SLURM_ARRAY_TASK_ID": "2", **site.slurm(RUNNING, restarts)}
+    _, out, _ = run("infer", *flags, VIRTUAL_ENV=str(site.folder), **variables)
+    assert ("--resume" in out) == resumes
+
+
+def test_what_the_ranks_did_last_is_told(run, site):
+    status = {"rank": 1, "host": "node7", "device": "cuda:1", "phase": "generating", "step": 12, "error": "boom"}
+    site.command("mpirun", f"echo '{json.dumps(status)}' >$MPI_TP_STATUS_DIR/rank-00001.json; exit 70")
+    code, _, err = run("infer", VIRTUAL_ENV=str(site.folder))
+    assert code == 70
+    assert err == "run.sh: rank 1 on node7, cuda:1: phase 'generating', step 12 - boom\n"
 
 
 @pytest.mark.parametrize(("trial", "launcher"), [(75, "srun"), (70, "mpirun"), (137, "mpirun")])

@@ -4,24 +4,28 @@ Nothing in the product knows of it: the phases, the steps and MPI's end are wrap
 """
 
 import ctypes
+import functools
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from mpi_tp import launch
 
 FOREVER = 3600.0
+MARK_VARIABLE = "FAULT_MARK"
+"""The environment variable that names a file to be made when the fault comes."""
 PHASES = {  # by the names in the table: the program's own, and how many steps of it come before the fault
     "load": ("loading", 2),
     "connect": ("connecting", 0),
     "prefill": ("generating", 0),
     "decode": ("generating", 2),
     "gather": ("gathering figures", 0),
-    "write": ("after gathering figures", 0),
+    "write": ("writing the output", 0),
 }
 
 
@@ -79,6 +83,12 @@ class FaultyJob(launch.Job):
             self.fault()
 
 
+def _strike(fault: Callable[[], Any]) -> None:
+    if MARK_VARIABLE in os.environ:
+        Path(os.environ[MARK_VARIABLE]).touch()
+    fault()
+
+
 def _end_mpi_with(fault: Callable[[], Any], end_mpi: Callable[[], None]) -> Callable[[], None]:
     def end() -> None:
         fault()
@@ -91,12 +101,12 @@ def main() -> None:
     fault, phase, rank, *arguments = sys.argv[1:]
     if launch.launched_rank(os.environ) == int(rank):
         if phase == "start":
-            FAULTS[fault]()
-        FaultyJob.fault = staticmethod(FAULTS[fault])
+            _strike(FAULTS[fault])
+        FaultyJob.fault = staticmethod(functools.partial(_strike, FAULTS[fault]))
         FaultyJob.at = PHASES.get(phase, (phase, 0))
         launch.Job = FaultyJob  # type: ignore[misc]
         if phase == "MPI_Finalize":
-            launch.end_mpi = _end_mpi_with(FAULTS[fault], launch.end_mpi)
+            launch.end_mpi = _end_mpi_with(FaultyJob.fault, launch.end_mpi)
     from mpi_tp.infer import main as infer
 
     infer(arguments)

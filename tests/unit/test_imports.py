@@ -20,7 +20,7 @@ ALLOWED = {
     "mpi_tp.model_files": {"mpi_tp.errors"},
     "mpi_tp.atomic": {"mpi_tp.errors"},
     "mpi_tp.partition": set(),
-    "mpi_tp.shards": {"mpi_tp.errors", "mpi_tp.partition"},
+    "mpi_tp.shards": {"mpi_tp.errors", "mpi_tp.model_files", "mpi_tp.partition"},
     "mpi_tp.comm": {"mpi_tp.errors"},
     "mpi_tp.kernels": {"mpi_tp.errors"},
     "mpi_tp.layers": {"mpi_tp.comm.base", "mpi_tp.config", "mpi_tp.kernels.base", "mpi_tp.partition"},

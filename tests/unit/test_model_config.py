@@ -87,6 +87,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "layer_types has sliding_attention"),
     ("qwen3", {"layer_types": "full_attention"}, "layer_types is 'full_attention': it must be a list"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window is true"),
+    ("llama", {"num_hidden_layers": 10**8}, "num_hidden_layers is 100000000: it must be at most 10000"),
+    ("llama", {"num_attention_heads": 10**8}, "num_attention_heads is 100000000: it must be at most 65536"),
+    ("llama", {"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000: it must be at most"),
+    ("llama", {"vocab_size": 10**15}, "vocab_size is 1000000000000000: it must be at most 2147483647"),
+    ("llama", {"rope_theta": float("inf")}, "rope_theta is inf: it must be a number"),
+    ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*: it must be a number"),
 ]
 
 

@@ -129,6 +129,8 @@ def test_the_index_decides_which_files_count(tmp_path: Path) -> None:
         ({"one.safetensors": ["a"]}, {"a": "two.safetensors"}, FileError, "two.safetensors cannot be read"),
         ({"one.safetensors": ["a"]}, {"a": "../one.safetensors"}, FileError, "not a file of this folder"),
         ({"one.safetensors": ["a"]}, {"a": "/one.safetensors"}, FileError, "not a file of this folder"),
+        ({"one.safetensors": ["a"]}, {"a": ".."}, FileError, "not a file of this folder"),
+        ({"one.safetensors": ["a"]}, {"a": "one\0.safetensors"}, FileError, "not a file of this folder"),
         ({"one.safetensors": ["a"]}, {}, FileError, "it has no weight_map"),
         ({}, None, ConfigurationError, "holds no .safetensors and no pytorch_model"),
     ],

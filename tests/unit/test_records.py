@@ -23,6 +23,7 @@ from mpi_tp.records import (
     read_lines,
     record,
 )
+from mpi_tp.records.inputs import MAX_LINE_BYTES
 
 BASE = SamplingParams(seed=100)
 
@@ -66,6 +67,21 @@ def test_a_line_that_is_not_utf8_spoils_only_itself(tmp_path: Path, name: str):
     assert "byte 15" in second.message
     assert isinstance(first, InputLine)
     assert isinstance(third, InputLine)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_endless_line_is_one_error_record(tmp_path: Path, packed: bool):
+    with (gzip.open if packed else open)(tmp_path / "in.jsonl", "wb") as file:
+        file.write(b'{"prompt": "one"}\n{"prompt": "')
+        for _ in range(3):
+            file.write(b"a" * MAX_LINE_BYTES)
+        file.write(b'"}\n{"prompt": "three"}\n')
+    one, endless, three = read_lines(tmp_path / "in.jsonl", BASE)
+    assert isinstance(one, InputLine)
+    assert isinstance(three, InputLine)
+    assert (three.number, three.prompt) == (3, "three")
+    assert isinstance(endless, BadLine)
+    assert (endless.number, endless.type) == (2, "line_too_long")
 
 
 def test_lines_are_read_as_they_are_asked_for(tmp_path: Path):

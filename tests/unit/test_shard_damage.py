@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -216,6 +217,56 @@ def no_checksum(file: h5py.File, shards: Path) -> None:
     del file[SPLIT].attrs["xxh3_128"]
 
 
+def virtual(file: h5py.File, shards: Path) -> None:
+    layout = h5py.VirtualLayout((COLUMNS,), "f4")
+    layout[:] = h5py.VirtualSource(str(shards / "elsewhere.h5"), "x", (COLUMNS,))
+    attributes = dict(file[WHOLE].attrs)
+    del file[WHOLE]
+    file.create_virtual_dataset(WHOLE, layout).attrs.update(attributes)
+
+
+def unknown_filter(file: h5py.File, shards: Path) -> None:
+    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    creation.set_chunk((10,))
+    creation.set_filter(305, h5py.h5z.FLAG_OPTIONAL, (1, 2))
+    attributes = dict(file[WHOLE].attrs)
+    del file[WHOLE]
+    space = h5py.h5s.create_simple((COLUMNS,))
+    h5py.h5d.create(file.id, WHOLE.encode(), h5py.h5t.IEEE_F32LE, space, creation)
+    file[WHOLE].attrs.update(attributes)
+
+
+def absurd_size(file: h5py.File, shards: Path) -> None:
+    attributes = dict(file[WHOLE].attrs)
+    del file[WHOLE]
+    file.create_dataset(WHOLE, (10**15,), "f4").attrs.update(attributes)
+
+
+def text_of_any_length(file: h5py.File, shards: Path) -> None:
+    file[SPLIT].attrs["torch_dtype"] = "float32"
+
+
+def no_value(file: h5py.File, shards: Path) -> None:
+    file[SPLIT].attrs["axis"] = h5py.Empty("i8")
+
+
+def reference(file: h5py.File, shards: Path) -> None:
+    file[SPLIT].attrs["ranges"] = file.ref
+
+
+def floating_axis(file: h5py.File, shards: Path) -> None:
+    file[SPLIT].attrs["axis"] = 0.0
+
+
+def unknown_attribute(file: h5py.File, shards: Path) -> None:
+    file[SPLIT].attrs["surprise"] = np.int64(1)
+
+
+def named_type(file: h5py.File, shards: Path) -> None:
+    del file[WHOLE]
+    file[WHOLE] = np.dtype("f4")
+
+
 def never_written(file: h5py.File, shards: Path) -> None:
     attributes = dict(file[WHOLE].attrs)
     del file[WHOLE]
@@ -237,6 +288,15 @@ FORGERIES: dict[Callable[[h5py.File, Path], None], str] = {
     other_axis: f"tensor {SPLIT} of rank 1: axis is 1 instead of 0",
     other_torch_dtype: f"tensor {SPLIT} of rank 1: torch_dtype is 'int32' instead of 'float32'",
     no_checksum: f"tensor {SPLIT} of rank 1: xxh3_128 is None",
+    virtual: f"tensor {WHOLE} of rank 1: layout is",
+    unknown_filter: f"tensor {WHOLE} of rank 1: (layout|filters) is",
+    absurd_size: rf"tensor {WHOLE} of rank 1: shape is \(1000000000000000,\) instead of \(40,\)",
+    text_of_any_length: rf"tensor {SPLIT} of rank 1: torch_dtype is '\(8 bytes of another type\)'",
+    no_value: rf"tensor {SPLIT} of rank 1: axis is .* instead of 0",
+    reference: rf"tensor {SPLIT} of rank 1: ranges is '\(8 bytes of another type\)'",
+    floating_axis: rf"tensor {SPLIT} of rank 1: axis is '\(8 bytes of another type\)' instead of 0",
+    unknown_attribute: rf"tensor {SPLIT} of rank 1: surprise is 1 instead of None",
+    named_type: f"tensor {WHOLE} of rank 1 is no dataset",
     never_written: f"tensor {WHOLE} .*has no space",
 }
 
@@ -247,6 +307,73 @@ def test_a_file_of_another_structure_is_refused(shards: Path, forge: Callable[[h
         forge(file, shards)
     with pytest.raises(FileError, match=f"{RANK_1} is damaged: .*({FORGERIES[forge]})"):
         ShardSet.open(shards).open_rank(1)
+
+
+def rewrite(shards: Path, **changes: object) -> None:
+    """Change fields of the manifest and compute its digest anew."""
+    fields = {**json.loads((shards / "manifest.json").read_bytes()), **changes}
+    del fields["digest"]
+    body = json.dumps(fields)[1:].encode()
+    (shards / "manifest.json").write_bytes(b'{"digest": "%s",\n' % checksum(body).encode() + body)
+
+
+def tensor(**changes: object) -> list[dict[str, object]]:
+    sound = {"name": "a", "shape": [4], "axis": 0, "ranges": [[[0, 2]], [[2, 4]]], "dtype": "float32", "checksum": "0"}
+    return [{**sound, **changes}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": 10**12}, "it has 2 files for 1000000000000 ranks"),
+        ({"ranks": -1}, "ranks is -1: it must be a whole number"),
+        ({"strategy": ["paired"]}, "strategy is"),
+        ({"tokenizer": [{"name": "..", "size": 0, "digest": ""}]}, r"'\.\.' is no name of a tokenizer file"),
+        ({"tokenizer": [{"name": ".bashrc", "size": 0, "digest": ""}]}, r"'\.bashrc' is no name of a tokenizer file"),
+        ({"tokenizer": [{"name": "a\0", "size": 0, "digest": ""}]}, "name is .* must be text"),
+        ({"tensors": tensor(shape=[10**15])}, "no rank holds index 4 of tensor a, whose axis has 1000000000000000"),
+        ({"tensors": tensor(shape=[-4])}, "a: shape is -4"),
+        ({"tensors": tensor(shape=[4, 1 << 40, 1 << 40])}, "which no tensor can have"),
+        ({"tensors": tensor(axis=1)}, "a: axis is 1: it must be a whole number from 0 to 0"),
+        ({"tensors": tensor(axis=True)}, "a: axis is True"),
+        ({"tensors": tensor(ranges=[[[0, 2]], [[2, 5]]])}, "no rank holds index 5 of tensor a"),
+        ({"tensors": tensor(ranges=[[[0, 2]], [[3, 4]]])}, "no rank holds index 2 of tensor a"),
+        ({"tensors": tensor(ranges=[[[2, 0]], [[2, 4]]])}, r"has the range \[2, 0\] after index 0"),
+        ({"tensors": tensor(ranges=[[[0, 4]]])}, "has the ranges of 1 ranks"),
+        ({"tensors": tensor(name="a\nb")}, "a tensor's name is"),
+        ({"tensors": tensor() * 2}, "a occurs twice"),
+        ({"tensors": tensor(dtype="complex64")}, "is no manifest of a shard set"),
+    ],
+)
+def test_a_manifest_with_absurd_fields_is_refused(shards: Path, changes: dict[str, object], message: str) -> None:
+    rewrite(shards, **changes)
+    with pytest.raises(FileError, match=message) as failure:
+        ShardSet.open(shards)
+    assert str(failure.value).isprintable()
+
+
+def test_deep_json_is_refused(shards: Path) -> None:
+    body = b'"config": ' + b"[" * 100_000
+    (shards / "manifest.json").write_bytes(b'{"digest": "%s",\n' % checksum(body).encode() + body)
+    with pytest.raises(FileError, match="is no manifest"):
+        ShardSet.open(shards)
+
+
+def test_a_pipe_in_the_place_of_a_rank_file_is_refused(shards: Path) -> None:
+    (shards / RANK_1).unlink()
+    os.mkfifo(shards / RANK_1)
+    with pytest.raises(FileError, match="is no file but a folder, a pipe or a device"):
+        ShardSet.open(shards)
+
+
+def test_a_tokenizer_file_that_leads_out_of_the_set_is_refused(shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("{}")
+    (shards / "tokenizer").mkdir()
+    (shards / "tokenizer" / "tokenizer.json").symlink_to(tmp_path / "secret")
+    entry = dataclasses.replace(file_entry(tmp_path / "secret"), name="tokenizer.json")
+    write_manifest(shards, dataclasses.replace(read_manifest(shards), tokenizer=[entry]))
+    with pytest.raises(FileError, match="is a link to a file outside the set"):
+        ShardSet.open(shards)
 
 
 def test_two_tensors_do_not_share_their_bytes(tmp_path: Path) -> None:

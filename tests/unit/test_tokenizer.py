@@ -130,6 +130,7 @@ def test_damaged_file_is_named(name: str, content: bytes, tmp_path: Path) -> Non
     ("name", "content", "message"),
     [
         ("tokenizer_config.json", '{"eos_token": {"lstrip": false}}', "the content of eos_token is None"),
+        ("tokenizer_config.json", r'{"eos_token": "\ud800"}', r"the content of eos_token is '\\ud800'"),
         ("tokenizer_config.json", '{"chat_template": {"default": "x"}}', "chat_template is neither"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "chat_template is neither"),
         ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id is '2'"),
@@ -151,14 +152,14 @@ def test_template_that_is_no_text_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "generation_config.json"])
 def test_file_that_the_system_refuses_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (save(tmp_path) / name).write_text("{}")
-    read_text = Path.read_text
+    open_file = Path.open
 
-    def refuse(path: Path, **options: Any) -> str:
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
         if path.name == name:
             raise PermissionError(errno.EACCES, "Permission denied")
-        return read_text(path, **options)
+        return open_file(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(FileError, match=rf"{name} cannot be read: Permission denied"):
         Tokenizer.load(tmp_path)
 
@@ -192,6 +193,7 @@ def test_missing_chat_template_is_a_matter_of_configuration(tokenizer: Tokenizer
     ("chat_template", "message"),
     [
         ("{% if %}", "broken at line 1"),
+        ("{{ 'x' | center(10000000000) }}", "broken at line 1: the number 1e.10 is too large"),
         ([{"name": "rag", "template": "x"}], "names the chat templates rag but not 'default'"),
     ],
 )
@@ -208,6 +210,22 @@ def test_unusable_template_is_refused(chat_template: Any, message: str, tmp_path
         ("{{ 1 // (messages | length - 1) }}", "refuses these messages"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "refuses these messages"),
         ("{{ messages[0].name.first }}", "refuses these messages"),
+        ("{% for i in range(50000) %}{% for j in range(50000) %}{% endfor %}{% endfor %}", "beyond what any"),
+        ("{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}", "refuses these messages"),
+        ("{{ 'x' * 10000 * 10000 }}", "beyond what any"),
+        ("{{ [0] * 10000 * 10000 }}", "beyond what any"),
+        (
+            "{% set n = namespace(t='x') %}{% for i in range(99) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
+            "beyond what any",
+        ),
+        (
+            "{% set n = namespace(t='x') %}{% for i in range(99) %}{% set n.t = n.t + n.t %}{% endfor %}",
+            "beyond what any",
+        ),
+        ("{{ 999999 ** 999999 }}", "beyond what any"),
+        ("{{ '%999999999d' % 1 }}", "beyond what any"),
+        ("{{ '{:999999999}'.format(1) }}", "beyond what any"),
+        ("{{ 'x'.center(999999 * 9) }}", "beyond what any"),
         ("{{ messages.append(1) }}", "refuses these messages"),
         ("{{ messages.__class__.__mro__ }}", "refuses these messages"),
     ],
@@ -216,6 +234,13 @@ def test_template_refuses_messages(template: str, message: str, tmp_path: Path) 
     tokenizer = Tokenizer.load(save(tmp_path, chat_template=template))
     with pytest.raises(ValueError, match=message):
         tokenizer.encode_chat([{"role": "tool", "content": "x"}])
+
+
+def test_bounds_leave_long_conversations_alone(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ '<' ~ m.role ~ '>' + m.content * 2 ~ 1 ~ none }}{% endfor %}"
+    tokenizer = Tokenizer.load(save(tmp_path, chat_template=template))
+    messages = [{"role": "user", "content": "x" * 100}] * 1000
+    assert tokenizer.decode(tokenizer.encode_chat(messages)) == ("<user>" + "x" * 200 + "1None") * 1000
 
 
 @pytest.mark.parametrize("kind", BACKENDS)

@@ -195,6 +195,34 @@ def test_a_view_beyond_its_storage_is_damage(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
+def test_a_call_that_reserves_memory_is_refused(tmp_path: Path) -> None:
+    stream = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\0\0\0\0\x10\x85R."
+    path = repack(save(tmp_path / "a.pt", {"weight": torch.zeros(2)}), tmp_path / "b.pt", data_pkl=stream)
+    with pytest.raises(ConfigurationError, match=r"asks for more than tensors, refused: GLOBAL builtins\.bytearray"):
+        open_checkpoint(path)
+
+
+def test_a_record_that_is_there_twice_is_damage(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.pt", {"weight": torch.zeros(5)})
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("a/data/0", bytes(20))
+    with pytest.raises(FileError, match="zip record a/data/0 is there twice"):
+        open_checkpoint(path)
+
+
+def test_a_record_whose_own_header_lies_is_damage(tmp_path: Path) -> None:
+    """Its lengths say where the data begin, and no checksum covers them."""
+    path = save(tmp_path / "a.pt", {"weight": torch.arange(64.0)})
+    with zipfile.ZipFile(path) as archive:
+        at = archive.getinfo("a/data/0").header_offset
+    for field in (26, 28):
+        damaged = bytearray(path.read_bytes())
+        damaged[at + field] ^= 4
+        (tmp_path / "b.pt").write_bytes(damaged)
+        with pytest.raises(FileError, match="zip record a/data/0 is not where its header says"):
+            open_checkpoint(tmp_path / "b.pt")
+
+
 def test_a_missing_or_short_record_is_damage(tmp_path: Path) -> None:
     path = repack(save(tmp_path / "a.pt", {"weight": torch.zeros(5)}), tmp_path / "b.pt", **{"0": bytes(12)})
     with pytest.raises(FileError, match="storage 0 has 20 bytes, 12 of them are there"):

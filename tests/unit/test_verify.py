@@ -1,7 +1,9 @@
 """verify notices every flipped bit; merge gives the checkpoint back; inspect shows the right numbers."""
 
 import json
+import os
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import safetensors.torch
 import torch
 
 from mpi_tp.errors import ConfigurationError, FileError, UsageError
+from mpi_tp.shards import rank_file
 from mpi_tp.shards.checksum import tensor_checksum
 from mpi_tp.shards.reader import ShardSet
 from sharder import Sharder
@@ -70,6 +73,13 @@ def test_a_flipped_bit_anywhere_in_the_set_is_noticed(shards: Path) -> None:
         flip(shards / file, offset, mask)
     assert inside > NUM_FLIPS / 10, "too few flips hit a tensor"
     verify(shards)
+
+
+def test_a_file_that_crashes_the_hdf5_library_is_reported(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forged structure can, by what the fuzzer found; here the process that looks at it is killed."""
+    monkeypatch.setattr(rank_file, "read_structure", lambda *_: os.kill(os.getpid(), signal.SIGSEGV))
+    with pytest.raises(FileError, match=r"is forged: the HDF5 library crashed on its structure \(SIGSEGV\)"):
+        verify(shards)
 
 
 def test_a_set_equals_its_source_and_no_other(shards: Path, source: Path, tmp_path: Path) -> None:
