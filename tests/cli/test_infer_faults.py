@@ -101,7 +101,7 @@ def test_no_set_at_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "reason"),
-    [("--output", "cannot write {path}: No such file"), ("--input", "cannot read {path}: No such file")],
+    [("--output", "cannot write {path}.journal: No such file"), ("--input", "cannot read {path}: No such file")],
 )
 def test_files_are_opened_before_any_work(mpirun: MpiRun, copied: Path, tmp_path: Path, flag: str, reason: str) -> None:
     """The set is damaged too, but that is not even noticed."""
