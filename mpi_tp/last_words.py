@@ -9,6 +9,7 @@ import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from mpi_tp.errors import ConfigurationError, JobError, StoppedError
+from mpi_tp.launcher import see_launcher_end
 from mpi_tp.status import Status, StatusFile
 
 if TYPE_CHECKING:
@@ -55,10 +56,16 @@ class LastWords:
             sys.stderr.write(f"mpi_tp: [rank {self._status.rank}/{self._status.size}] {line}\n")
             sys.stderr.flush()
         self._file.write()
-        if self.world is not None and self._status.size > 1:
+        if self._status.size > 1:
             time.sleep(_FORWARD_SECONDS)
-            self.world.Abort(exit_code)
+            self._end_others(exit_code)
         os._exit(exit_code)
+
+    def _end_others(self, exit_code: int) -> None:
+        if self.world is None:
+            see_launcher_end()
+        else:
+            self.world.Abort(exit_code)
 
 
 def outcome(error: BaseException) -> tuple[int, str, bool]:

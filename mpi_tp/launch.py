@@ -33,9 +33,9 @@ import numpy as np
 
 from mpi_tp.comm.heartbeat import Heartbeat
 from mpi_tp.comm.world import end_mpi, start_mpi
-from mpi_tp.errors import JobError, StoppedError
+from mpi_tp.errors import JobError, StoppedError, UsageError
 from mpi_tp.last_words import LastWords, outcome
-from mpi_tp.launcher import check_launcher, launched_rank, launched_size
+from mpi_tp.launcher import check_launcher, launched_rank, launched_size, see_launcher_end
 from mpi_tp.status import Status, StatusFile
 from mpi_tp.stop_request import STOPPING as _STOPPING
 from mpi_tp.stop_request import StopRequest
@@ -193,17 +193,21 @@ def before_mpi() -> Iterator[None]:
             yield
             return
         except SystemExit as end:
-            exit_code, words = end.code, ""
+            exit_code, words, speaks_last = end.code, "", False
         except BaseException as error:
             exit_code, message, needs_traceback = outcome(error)
             details = "".join(traceback.format_exception(error)) if needs_traceback else ""
             words = f"{details}mpi_tp: {' '.join(message.split())}\n"
+            speaks_last = not isinstance(error, UsageError)  # which all ranks have alike
     if not speaks and exit_code:
         # The launcher ends all ranks with the first: let that be rank 0, unless this one is alone with its failure.
         # Slurm takes the highest code, which is that of a signal, if one dies of it.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_code))
         time.sleep(_END_SECONDS)
-    sys.stderr.write(words)
+    if speaks or speaks_last:
+        sys.stderr.write(words)
+    if exit_code and launched_size(os.environ)[0] > 1:
+        see_launcher_end()
     sys.exit(exit_code)
 
 

@@ -1,8 +1,14 @@
-"""What a launcher tells the processes that it starts, in variables that are there before MPI is."""
+"""Launchers: what they tell the processes that they start, before there is MPI, and what they need to end."""
 
+import os
+import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 
 from mpi_tp.errors import ConfigurationError
+
+_HANGING_LAUNCHERS = ("prterun", "prted")
+_BURIAL_SECONDS = 15
 
 
 def launched_rank(environ: Mapping[str, str]) -> int:
@@ -34,3 +40,16 @@ def check_launcher(world_size: int, environ: Mapping[str, str]) -> None:
             f"the launcher started {launched} ranks ({name}), but MPI sees {world_size}: start with the mpirun of the "
             "MPI that mpi4py uses, or with srun --mpi=pmix (srun --mpi=list shows the choice)"
         )
+
+
+def see_launcher_end() -> None:
+    """Leave a process that kills the launcher if it lives on; for a rank that ends before MPI has started.
+
+    Open MPI's, whose ranks have all ended while one was starting MPI, now and then waits for itself for ever.
+    """
+    launcher = os.getppid()
+    if Path(f"/proc/{launcher}/comm").read_text().strip() not in _HANGING_LAUNCHERS:
+        return
+    nowhere = subprocess.DEVNULL
+    command = ["sh", "-c", f"sleep {_BURIAL_SECONDS}; kill -KILL {launcher}"]
+    subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
