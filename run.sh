@@ -313,6 +313,19 @@ for prompt, line in zip(BUILT_IN_PROMPTS, sys.stdin):
     print("---", prompt + json.loads(line)["text"], sep="\n")' <demo/answers.jsonl
 }
 
+# A second MPI, and Slurm where it may be installed; their tests are skipped, with a reason, where they are not.
+get_other_systems() {
+    [[ -d $project/.mpich ]] || "$python" -m pip install --quiet --prefix "$project/.mpich" mpich || die 74 "pip failed"
+    if ((EUID == 0)) && command -v apt-get >/dev/null && ! command -v slurmctld >/dev/null; then
+        { apt-get -qq update && apt-get -qq install --yes slurm-wlm munge; } >/dev/null || note "there is no Slurm"
+    fi
+}
+
+with_mpich() {
+    local folder=$project/.mpich
+    PATH=$folder/bin:$PATH LD_LIBRARY_PATH=$folder/lib MPI4PY_MPIABI=mpich "$@"
+}
+
 # check NAME COMMAND...: runs it and counts how it went.
 check() {
     echo "== $1"
@@ -325,6 +338,7 @@ run_tests() {
     cd "$project"
     install test
     get_demo_model
+    get_other_systems
     export OMP_NUM_THREADS=1
     set_rank_environment 1
     check shellcheck shellcheck run.sh .ci/run
@@ -332,11 +346,13 @@ run_tests() {
     check "ruff format" "$python" -m ruff format --check .
     check mypy "$python" -m mypy
     check unit "$python" -m pytest -n auto --maxprocesses 8 --dist loadfile tests/unit
-    check cli "$python" -m pytest tests/cli
+    check cli "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile tests/cli
     for ranks in 1 2 3 4; do
         choose_launcher "$ranks"
         check "mpi, ranks: $ranks" "${launcher[@]}" "$python" -m pytest tests/mpi -x
     done
+    check "mpi with MPICH" with_mpich mpirun -np 3 "$python" -m pytest tests/mpi -x
+    check "cli with MPICH" with_mpich "$python" -m pytest tests/cli/test_infer.py
     for name in ${failed+"${failed[@]}"}; do echo "failed: $name"; done
     echo "checks: ${#passed[@]} passed, ${#failed[@]} failed"
     ((${#failed[@]} == 0))
