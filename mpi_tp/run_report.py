@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from mpi_tp.comm.world import all_gather_object
 from mpi_tp.infer_options import InferOptions
 from mpi_tp.memory import peak_bytes
 from mpi_tp.session import Session
@@ -87,7 +88,7 @@ def gather_report(session: Session, start_seconds: float, figures: Figures | Non
         peak_bytes=peak_bytes(session.device),
     )
     with session.job.phase("gathering figures"):
-        ranks = session.job.world.allgather(mine)
+        ranks = all_gather_object(session.job.world, mine)
     return RunReport(session.shards.set_id, session.replicas.count, start_seconds, ranks, figures) if figures else None
 
 

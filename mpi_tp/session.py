@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from mpi_tp.comm.base import Communicator
+from mpi_tp.comm.world import all_gather_object
 from mpi_tp.config import MLPConfig, ModelConfig
 from mpi_tp.devices import choose_device, connect, ranks_sharing
 from mpi_tp.engine.base import ServingEngine
@@ -88,7 +89,7 @@ def open_machine(job: Job, options: MachineOptions, weights_dtype: torch.dtype, 
     on all ranks alike, where these do not fit together.
     """
     with job.phase("comparing versions"):
-        hosts, by_rank = zip(*job.world.allgather((socket.gethostname(), versions())), strict=True)
+        hosts, by_rank = zip(*all_gather_object(job.world, (socket.gethostname(), versions())), strict=True)
         check_same_versions(hosts, by_rank)
     with job.phase("choosing devices"):
         device = choose_device(job.world, options.device, options.share_gpu)
@@ -154,7 +155,9 @@ def open_runner(session: Session) -> Runner:
     wanted = session.options.max_batch_size * blocks_for(config.max_position_embeddings) + spare
     with job.phase("allocating the key/value cache"):
         budget = session.options.kv_memory or cache_budget(session.device, ranks_sharing(job.world, session.device))
-        num_blocks, rank = min((num, rank) for rank, num in enumerate(job.world.allgather(budget // block_bytes)))
+        num_blocks, rank = min(
+            (num, rank) for rank, num in enumerate(all_gather_object(job.world, budget // block_bytes))
+        )
         if num_blocks <= spare:
             raise ConfigurationError(
                 f"the key/value cache needs {block_bytes} bytes on a rank for {BLOCK_SIZE} tokens, and rank {rank} has "

@@ -125,14 +125,18 @@ class Watchdog:
         self._silent_seconds = self._silent_seconds + seconds if heard is None else 0.0
         self._neighbour_place = heard or self._neighbour_place
         if self._silent_seconds > max(self.stall_timeout, _SILENCE_SECONDS):
-            known = f", last seen on {self._neighbour_place}" if self._neighbour_place else ""
-            self._end(
-                f"no sign of life from rank {self.pulse.neighbour} for {self._silent_seconds:.0f} s{known}", False
-            )
+            self._end(self._silence(self.pulse), False)
 
     def _end_stalled(self) -> None:
         frame = sys._current_frames()[self._main_thread]
-        self._end(f"no progress for {self.stall_timeout:g} s, at {_place(frame)}", _waits_for_others(frame))
+        waits = _waits_for_others(frame)
+        if waits and self.pulse and self._silent_seconds > self.stall_timeout / 2:
+            self._end(self._silence(self.pulse), False)
+        self._end(f"no progress for {self.stall_timeout:g} s, at {_place(frame)}", waits)
+
+    def _silence(self, pulse: Pulse) -> str:
+        known = f", last seen on {self._neighbour_place}" if self._neighbour_place else ""
+        return f"no sign of life from rank {pulse.neighbour} for {self._silent_seconds:.0f} s{known}"
 
     def _end_orphan(self) -> NoReturn:
         """End this rank alone: as many as there are, none of them can reach the others."""
@@ -148,9 +152,9 @@ def _place(frame: FrameType) -> str:
 
 
 def _waits_for_others(frame: FrameType | None) -> bool:
-    """Return whether the stack of `frame` is inside a communicator."""
+    """Return whether the stack of `frame` is inside a communicator, or where ranks agree on devices and replicas."""
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("mpi_tp.comm."):
+        if frame.f_globals.get("__name__", "").startswith(("mpi_tp.comm.", "mpi_tp.devices", "mpi_tp.replicas")):
             return True
         frame = frame.f_back
     return False

@@ -1,16 +1,18 @@
-"""The start and the end of MPI itself.
+"""The start and the end of MPI itself, and what all its ranks ask each other.
 
 mpi4py keeps Python's lock in both, so that no thread could end a process that waits in them for a rank that never
 comes. Called through ctypes, they let threads run.
 """
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from mpi_tp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+T = TypeVar("T")
 
 
 def start_mpi() -> "MPI.Intracomm":
@@ -35,6 +37,11 @@ def start_mpi() -> "MPI.Intracomm":
         for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
             comm.Set_errhandler(MPI.ERRORS_RETURN)  # as mpi4py would have: errors become exceptions
     return MPI.COMM_WORLD
+
+
+def all_gather_object(mpi_comm: "MPI.Intracomm", value: T) -> list[T]:
+    """Return every rank's value, in rank order, on every rank. A rank that stalls in here waits for others."""
+    return mpi_comm.allgather(value)
 
 
 def end_mpi() -> None:
