@@ -180,23 +180,25 @@ set_rank_environment() {
 
 hand_on_stop() {
     stopped=yes interrupted=yes
-    kill -s "$stop_signal" "$launcher_pid" 2>/dev/null || true # it may have ended just now
+    if [[ -n $launcher_pid ]]; then
+        kill -s "$stop_signal" "$launcher_pid" 2>/dev/null || true # it may have ended just now
+    fi
 }
 
 # Runs the command, hands stop signals on to it and sets `exit_code` to one of those above.
 supervise() {
-    local code interrupted launcher_pid stopped=""
+    local code interrupted
+    exit_code=75
+    if [[ -n $stopped ]]; then return; fi # before there was anything to stop
     set -m # a process group of its own: the terminal's Ctrl-C comes here alone
     "$@" </dev/null &
     launcher_pid=$!
     set +m
-    trap hand_on_stop TERM INT USR1 HUP
     while :; do
         interrupted="" code=0
         wait "$launcher_pid" || code=$?
         if [[ -z $interrupted ]]; then break; fi # else the signal has ended wait, and not the command
     done
-    trap - TERM INT USR1 HUP
     exit_code=$(contract_code "$code" "$stopped")
 }
 
@@ -230,43 +232,51 @@ size_of_journal() { stat --format=%s "$journal" 2>/dev/null || echo 0; }
 
 # restart PROGRAM ARGS...: lets a job that stopped early go on later, for ever as long as it finishes records.
 restart() {
-    local job
+    local id facts
     if [[ -z ${SLURM_JOB_ID:-} ]]; then return; fi
     if ((restarts >= MAX_RESTARTS && $(size_of_journal) <= journal_size)); then
         note "stopped early for the $((restarts + 1))th time, without a new record: not started again"
         return
     fi
-    job=$(scontrol --oneliner show job "$SLURM_JOB_ID") || return 0
+    id=$SLURM_JOB_ID # which, of one task of an array, means the whole array
+    if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then id=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
+    facts=$(scontrol --oneliner show job "$id") || return 0
     # A job that its user has cancelled is no longer RUNNING.
-    if [[ $job != *"JobState=RUNNING "* || $job != *"BatchFlag=1"* ]]; then return; fi
-    if [[ $job == *"Requeue=1 "* ]] && scontrol requeue "$SLURM_JOB_ID"; then
-        note "stopped early: job $SLURM_JOB_ID is back in the queue"
-    elif [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
-        note "stopped early: submit task $SLURM_ARRAY_TASK_ID of the array again, with --resume" # alone it has no share
+    if [[ $facts != *"JobState=RUNNING "* || $facts != *"BatchFlag=1"* ]]; then return; fi
+    if [[ $facts == *"Requeue=1 "* ]] && scontrol requeue "$id"; then
+        note "stopped early: job $id is back in the queue"
     else
-        submit_again "$job" "$@"
+        submit_again "$facts" "$@"
     fi
 }
 
 # The value of a field in what scontrol shows of a job; nothing for what is not set.
-field() { sed -n "s|.* $2=\([^ ]*\).*|\1|p" <<<"$1" | grep -vx '(null)' || true; }
+field() { sed -n "s|.* $2=\([^ ]*\).*|\1|p" <<<"$1" | grep -vxE '\(null\)|0' || true; }
 
-# submit_again JOB PROGRAM ARGS...: a new job with the resources of this one.
+# submit_again FACTS PROGRAM ARGS...: a new job with the resources of this one, for when this one has ended. A task of
+# an array becomes a job of its own, which finds its share in the variables that it inherits.
 submit_again() {
     local options name value pair
-    options=(--ntasks="$SLURM_NTASKS" --nodes="$SLURM_JOB_NUM_NODES" --open-mode=append)
-    for pair in partition:Partition account:Account qos:QOS time:TimeLimit job-name:JobName output:StdOut error:StdErr \
-        chdir:WorkDir gres:TresPerNode cpus-per-task:CPUs/Task; do
+    export MPI_TP_RESTARTS=$((restarts + 1))
+    unset SLURM_ARRAY_JOB_ID
+    options=(--nodes="$SLURM_JOB_NUM_NODES" ${SLURM_NTASKS:+--ntasks="$SLURM_NTASKS"} --open-mode=append)
+    options+=(--export=ALL --dependency="afterany:$SLURM_JOB_ID")
+    for pair in partition:Partition account:Account qos:QOS reservation:Reservation time:TimeLimit job-name:JobName \
+        output:StdOut error:StdErr chdir:WorkDir cpus-per-task:CPUs/Task mem:MinMemoryNode mem-per-cpu:MinMemoryCPU \
+        gres:TresPerNode gpus:TresPerJob constraint:Features; do
         name=${pair%%:*} value=$(field "$1" "${pair#*:}")
-        if [[ -n $value ]]; then options+=("--$name=${value#gres[:/]}"); fi
+        value=${value#gres[:/]}
+        if [[ $name == gpus ]]; then value=${value#gpu:}; fi
+        if [[ -n $value ]]; then options+=("--$name=$value"); fi
     done
-    MPI_TP_RESTARTS=$((restarts + 1)) sbatch "${options[@]}" "${BASH_SOURCE[0]}" "${@:2}" >&2 ||
+    sbatch "${options[@]}" "${BASH_SOURCE[0]}" "${@:2}" >&2 ||
         note "Slurm does not take the job back: submit it again, with --resume"
 }
 
 # launch PROGRAM ARGS...: sets `exit_code`, `journal` and the `journal_size` before.
 launch() {
-    local ranks arguments
+    local ranks arguments launcher_pid="" stopped=""
+    trap hand_on_stop TERM INT USR1 HUP
     read_arguments "${@:2}"
     journal_size=$(size_of_journal)
     set_rank_environment "$ranks"
@@ -274,6 +284,7 @@ launch() {
     make_status_folder
     trap 'rm -rf "$MPI_TP_STATUS_DIR" ${spool:+"$spool"}' EXIT
     supervise "${launcher[@]}" "$python" -m "mpi_tp.$1" ${arguments+"${arguments[@]}"}
+    trap - TERM INT USR1 HUP
     if ((exit_code == 70 || exit_code == 75)); then print_last_words; fi
 }
 

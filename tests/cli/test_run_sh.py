@@ -15,6 +15,7 @@ import pytest
 
 from tests.cli.conftest import ROOT
 from tests.support.checkpoints import write_model_and_config
+from tests.support.slurm import wait_until
 from tests.support.tiny import tiny_model
 
 RUN_SH = ROOT / "run.sh"
@@ -79,7 +80,7 @@ class Site:
     def slurm(self, job: str, restarts: int = 0) -> dict[str, str]:
         """A job whose site has no srun that fits; what scontrol is asked to do goes to `log`."""
         self.command("srun", "echo none")
-        self.command("scontrol", f'echo "$1" >>{self.log}\necho "{job}"')
+        self.command("scontrol", f'echo "${{@: -2}}" >>{self.log}\necho "{job}"')
         return {
             "SLURM_JOB_ID": "7",
             "SLURM_NTASKS": "3",
@@ -151,11 +152,11 @@ ONCE = RUNNING.replace("Requeue=1", "Requeue=0")
 @pytest.mark.parametrize(
     ("job", "exit_code", "restarts", "asked"),
     [
-        (RUNNING, 137, 0, "--oneliner requeue"),
+        (RUNNING, 137, 0, "job 7 requeue 7"),
         (RUNNING, 137, 5, ""),
         (RUNNING, 78, 0, ""),
-        (ONCE, 75, 0, "--oneliner sbatch"),
-        (RUNNING.replace("RUNNING", "CANCELLED"), 75, 0, "--oneliner"),
+        (ONCE, 75, 0, "job 7 sbatch"),
+        (RUNNING.replace("RUNNING", "CANCELLED"), 75, 0, "job 7"),
     ],
     ids=["stopped", "stopped-often", "failed", "not-requeueable", "cancelled"],
 )
@@ -170,7 +171,7 @@ def test_slurm_starts_a_stopped_job_again(run, site, job, exit_code, restarts, a
 def test_a_job_that_finishes_records_is_started_again_for_ever(run, site, tmp_path):
     site.command("mpirun", f"echo record >>{tmp_path}/out.jsonl.journal; exit 75")
     run("infer", "--output", "out.jsonl", VIRTUAL_ENV=str(site.folder), **site.slurm(RUNNING, restarts=99))
-    assert site.log.read_text().split() == ["--oneliner", "requeue"]
+    assert site.log.read_text().split() == ["job", "7", "requeue", "7"]
 
 
 def test_a_job_that_may_not_be_requeued_is_submitted_again_with_its_resources(run, site):
@@ -191,12 +192,49 @@ def test_a_job_that_may_not_be_requeued_is_submitted_again_with_its_resources(ru
     assert words[-4:] == [str(RUN_SH), "infer", "--limit", "3"]
 
 
-def test_a_task_of_an_array_is_not_submitted_alone(run, site):
+TASK = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "3"}
+"""That of the array whose own id is the array's, too."""
+
+
+def test_of_an_array_only_the_stopped_task_is_requeued(run, site):
     site.mpirun(OPEN_MPI, 75)
-    site.command("sbatch", f"echo sbatch >>{site.log}")
-    _, _, err = run("infer", VIRTUAL_ENV=str(site.folder), SLURM_ARRAY_TASK_ID="2", **site.slurm(ONCE))
-    assert "submit task 2 of the array again, with --resume" in err
-    assert "sbatch" not in site.log.read_text()
+    run("infer", VIRTUAL_ENV=str(site.folder), **TASK, **site.slurm(RUNNING))
+    assert site.log.read_text().split() == ["job", "7_2", "requeue", "7_2"]
+
+
+def test_a_task_of_an_array_is_submitted_again_with_its_share(run, site):
+    site.mpirun(OPEN_MPI, 75)
+    site.command("sbatch", f'env | grep ^SLURM_ARRAY >{site.log}.sbatch; echo "$@" >>{site.log}')
+    run("infer", VIRTUAL_ENV=str(site.folder), **TASK, **site.slurm(ONCE))
+    assert sorted(Path(f"{site.log}.sbatch").read_text().split()) == [
+        "SLURM_ARRAY_TASK_COUNT=3",
+        "SLURM_ARRAY_TASK_ID=2",
+    ]
+    assert "--dependency=afterany:7" in site.log.read_text()
+
+
+def test_a_job_that_names_no_number_of_ranks_is_submitted_again_too(run, site):
+    site.mpirun(OPEN_MPI, 75)
+    site.command("sbatch", f'echo "$@" >>{site.log}')
+    variables = site.slurm(ONCE.replace("TresPerNode=gres:gpu", "MinMemoryNode=16G TresPerJob=gres:gpu"))
+    del variables["SLURM_NTASKS"]
+    run("infer", NP="2", VIRTUAL_ENV=str(site.folder), **variables)
+    words = site.log.read_text().split()
+    assert {"--nodes=1", "--mem=16G", "--gpus=4"} < set(words)
+    assert not any(word.startswith("--ntasks") for word in words)
+
+
+def test_a_warning_that_comes_before_the_ranks_is_heeded(site, tmp_path):
+    site.mpirun(OPEN_MPI)
+    variables = site.slurm(RUNNING)
+    site.command("srun", "touch asked; until [[ -f answer ]]; do sleep 0.1; done; echo none")
+    process = start("infer", cwd=tmp_path, VIRTUAL_ENV=str(site.folder), **variables)
+    wait_until((tmp_path / "asked").exists, "run.sh does not ask srun")
+    process.send_signal(signal.SIGUSR1)
+    (tmp_path / "answer").touch()
+    code, out, err = finish(process)
+    assert (code, "mpi_tp.infer" in out) == (75, False)
+    assert "job 7 is back in the queue" in err
 
 
 @pytest.mark.parametrize(("restarts", "resumes"), [(0, False), (1, True)])

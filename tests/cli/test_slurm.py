@@ -135,6 +135,21 @@ def test_a_job_that_may_not_be_requeued_is_submitted_again(job, long_records):
     assert job.records() == long_records
 
 
+@pytest.mark.parametrize("option", ["--requeue", "--no-requeue"])
+def test_of_an_array_only_the_warned_task_starts_again(job, long_records, option):
+    """It is the last one, whose number is that of the whole array."""
+    job.write_prompts(MANY)
+    number = job.submit("--array=0-1", "--output=log", option, output="out-%a.jsonl", tokens=24)
+    wait_until(lambda: (job.folder / "out-1.jsonl.journal").exists(), "task 1 writes no records")
+    job.slurm.run("scancel", "--batch", "--signal=USR1", f"{number}_1")
+    for name in ("out-0.jsonl", "out-1.jsonl"):
+        wait_until((job.folder / name).exists, f"{name} does not appear")
+    assert job.slurm.job(f"{number}_0")["Restarts"] == "0"
+    assert job.log().count("stopped by SIGUSR1") == 1
+    parts = [job.records(f"out-{task}.jsonl") for task in range(2)]
+    assert sorted(parts[0] + parts[1], key=lambda record: record["id"]) == long_records
+
+
 def test_a_cancelled_job_stays_cancelled_and_its_records_stay(job):
     number = start_long(job)
     job.slurm.run("scancel", number)
