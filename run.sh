@@ -161,7 +161,7 @@ choose_launcher() {
     if [[ $(mpirun --version 2>&1) == *"Open MPI"* ]]; then
         # By default it binds each rank to one core and refuses more ranks than cores.
         launcher=(mpirun -np "$1" --bind-to none --map-by slot:OVERSUBSCRIBE)
-        launcher+=(-x OMP_NUM_THREADS -x HDF5_USE_FILE_LOCKING -x MPI_TP_STATUS_DIR)
+        launcher+=(-x OMP_NUM_THREADS -x HDF5_USE_FILE_LOCKING ${MPI_TP_STATUS_DIR:+-x MPI_TP_STATUS_DIR})
     else
         launcher=(mpirun -np "$1")
         stop_signal=TERM # MPICH kills them upon SIGUSR1
@@ -280,8 +280,8 @@ launch() {
     read_arguments "${@:2}"
     journal_size=$(size_of_journal)
     set_rank_environment "$ranks"
-    choose_launcher "$ranks"
     make_status_folder
+    choose_launcher "$ranks"
     trap 'rm -rf "$MPI_TP_STATUS_DIR" ${spool:+"$spool"}' EXIT
     supervise "${launcher[@]}" "$python" -m "mpi_tp.$1" ${arguments+"${arguments[@]}"}
     trap - TERM INT USR1 HUP

@@ -24,7 +24,7 @@ def described(outcome):
     return [outcome.error.type] if outcome.error else [c.token_ids for c in outcome.completions]
 
 assert [described(o) for o in first] == [described(o) for o in again[::-1]]
-everyone = llm._comm.all_gather_object([described(o) for o in first])
+everyone = llm._job.world.allgather([described(o) for o in first])
 assert all(each == everyone[0] for each in everyone)
 if llm.rank == 0:
     print(json.dumps([described(o) for o in first]))
