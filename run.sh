@@ -211,6 +211,20 @@ contract_code() {
     esac
 }
 
+# The same. srun says 0, too, when it has started no rank, as happens when the step before it has only just ended: then
+# there is no status file, and it is tried again.
+supervise_started() {
+    local attempt
+    for attempt in 1 2 3; do
+        supervise "$@"
+        if [[ $1 != srun || $exit_code != 0 || " $* " == *" --help "* ]]; then return; fi
+        if compgen -G "$MPI_TP_STATUS_DIR/rank-*" >/dev/null; then return; fi
+        note "srun has started no rank (attempt $attempt)"
+        sleep 2
+    done
+    exit_code=75
+}
+
 # Makes the folder in which each rank keeps what it is doing; the ranks of other hosts need it where they see it too.
 make_status_folder() {
     local folder=${TMPDIR:-/tmp}
@@ -283,7 +297,7 @@ launch() {
     make_status_folder
     choose_launcher "$ranks"
     trap 'rm -rf "$MPI_TP_STATUS_DIR" ${spool:+"$spool"}' EXIT
-    supervise "${launcher[@]}" "$python" -m "mpi_tp.$1" ${arguments+"${arguments[@]}"}
+    supervise_started "${launcher[@]}" "$python" -m "mpi_tp.$1" ${arguments+"${arguments[@]}"}
     trap - TERM INT USR1 HUP
     if ((exit_code == 70 || exit_code == 75)); then print_last_words; fi
 }

@@ -216,6 +216,7 @@ def _start(stall_timeout: float, check_world: Callable[[int, Mapping[str, str]],
     launched, _ = launched_size(os.environ)
     status = Status(launched_rank(os.environ), launched, socket.gethostname())
     file = StatusFile(status, os.environ)
+    file.write()
     last_words = LastWords(status, file)
     watchdog = Watchdog(status, file, stall_timeout, last_words.end_stalled, script)
     watchdog.start(launched=launched > 1)

@@ -255,11 +255,25 @@ def test_what_the_ranks_did_last_is_told(run, site):
     assert err == "run.sh: rank 1 on node7, cuda:1: phase 'generating', step 12 - boom\n"
 
 
+STARTS = "touch $MPI_TP_STATUS_DIR/rank-00000.json"
+
+
+def test_an_srun_that_starts_no_rank_is_not_believed(run, site):
+    site.mpirun(OPEN_MPI)
+    variables = site.slurm(RUNNING)
+    site.command("srun", 'case "$*" in *list) echo pmi2 pmix ;; *Abort*) exit 75 ;; *) echo srun ;; esac')
+    code, out, err = run("infer", VIRTUAL_ENV=str(site.folder), **variables)
+    assert (code, out.count("srun")) == (75, 3)
+    assert "srun has started no rank (attempt 3)" in err
+
+
 @pytest.mark.parametrize(("trial", "launcher"), [(75, "srun"), (70, "mpirun"), (137, "mpirun")])
 def test_slurm_launches_with_srun_where_a_trial_of_it_ends_as_it_should(run, site, trial, launcher):
     site.mpirun(OPEN_MPI)
     variables = site.slurm(RUNNING)
-    site.command("srun", f'case "$*" in *list) echo pmi2 pmix ;; *Abort*) exit {trial} ;; *) echo srun "$@" ;; esac')
+    site.command(
+        "srun", f'case "$*" in *list) echo pmi2 pmix ;; *Abort*) exit {trial} ;; *) {STARTS}; echo srun "$@" ;; esac'
+    )
     code, out, _ = run("infer", VIRTUAL_ENV=str(site.folder), **variables)
     assert code == 0
     assert out.startswith("srun --ntasks=3 --mpi=pmi" if launcher == "srun" else "-np 3 ")
